@@ -1,0 +1,44 @@
+"""How a model is computed. None of these choices changes what it computes, beyond rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from andrea_jax.settings import check_fields, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Engine options. `auto` is resolved when a function is traced; `describe` says to what."""
+
+    SECTION: ClassVar[str] = "engine"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "of activations; auto: bfloat16 on GPU, float32 on CPU"
+    )
+    attention: Literal["auto", "explicit", "blockwise", "cudnn", "xla"] = setting(
+        "auto", "attention back end; auto: cudnn on GPU where it runs, blockwise on CPU"
+    )
+    attention_block: int = setting(128, "query rows at a time in blockwise attention", at_least=1)
+    blocks: Literal["auto", "scan", "unroll"] = setting(
+        "auto", "one compiled block in a loop, or all unrolled; auto: unrolled on CPU"
+    )
+    remat: Literal["none", "attention", "block"] = setting(
+        "none", "what is recomputed in the backward pass to save memory"
+    )
+    loss_chunk: int = setting(0, "rows of logits held at a time by the loss; 0: chosen from the vocabulary", at_least=0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def activation_dtype(self) -> jnp.dtype:
+        name = ("float32" if jax.default_backend() == "cpu" else "bfloat16") if self.dtype == "auto" else self.dtype
+        return jnp.dtype(name)
+
+    @property
+    def unrolled(self) -> bool:
+        return self.blocks == "unroll" or (self.blocks == "auto" and jax.default_backend() == "cpu")

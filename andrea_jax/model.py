@@ -1,0 +1,102 @@
+"""The model, as the lesson writes it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from andrea_jax.config import ModelConfig
+from andrea_jax.engine import EngineConfig
+from andrea_jax.layers.attention import Attend, attention, causal_attend
+from andrea_jax.layers.dropout import dropout
+from andrea_jax.layers.mlp import mlp
+from andrea_jax.layers.norm import layer_norm
+from andrea_jax.parameters import Params
+from andrea_jax.settings import UserError
+
+ENGINE = EngineConfig()
+
+
+def block_forward(
+    p: Params,
+    x_BTD: jax.Array,
+    config: ModelConfig,
+    attend: Attend | None = None,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """One pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); x's dtype is kept.
+
+    `p` is one layer's slice of `params["blocks"]`; `attend` maps q, k, v to their attention (causal if None).
+    """
+    attend = attend or causal_attend(ENGINE)
+    key_1, key_2 = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+    branch_BTD = attention(p["attention"], layer_norm(p["attention_norm"], x_BTD, config.norm_eps), attend)
+    x_BTD = x_BTD + dropout(branch_BTD, config.dropout, key_1)
+    branch_BTD = mlp(p["mlp"], layer_norm(p["mlp_norm"], x_BTD, config.norm_eps), config.activation)
+    return x_BTD + dropout(branch_BTD, config.dropout, key_2)
+
+
+def model_forward(
+    params: Params,
+    tokens_BT: jax.Array,
+    config: ModelConfig,
+    engine: EngineConfig = ENGINE,
+    segments_BT: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """float32 logits [B, T, V] for token ids [B, T], T at most `context_length`.
+
+    Positions attend to earlier ones, with `segments_BT` only to those of their own segment. Dropout only with a key.
+
+    Raises:
+        UserError: more tokens than `context_length`.
+    """
+    x_BTD = hidden_forward(params, tokens_BT, config, engine, segments_BT, dropout_key)
+    head_DV = output_matrix(params, config)[:, : config.vocab_size]
+    return jnp.matmul(x_BTD, head_DV.astype(x_BTD.dtype), preferred_element_type=jnp.float32)
+
+
+def hidden_forward(
+    params: Params,
+    tokens_BT: jax.Array,
+    config: ModelConfig,
+    engine: EngineConfig = ENGINE,
+    segments_BT: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """The normed residual stream [B, T, D] before the output product, in the engine's dtype."""
+    T = tokens_BT.shape[1]
+    if T > config.context_length:
+        raise UserError(f"{T} tokens, but context_length is {config.context_length}")
+    x_BTD = params["token_embedding"][tokens_BT] + params["position_embedding"][:T]
+    x_BTD = dropout(x_BTD, config.dropout, fold_in(dropout_key, config.n_layer)).astype(engine.activation_dtype)
+    attend = causal_attend(engine, segments_BT)
+
+    def block(x_BTD: jax.Array, p: Params, layer: jax.Array | int) -> jax.Array:
+        return block_forward(p, x_BTD, config, attend, fold_in(dropout_key, layer))
+
+    if engine.remat == "block":
+        block = jax.checkpoint(block)
+    if engine.unrolled:
+        for layer, p in enumerate(unstack(params["blocks"], config.n_layer)):
+            x_BTD = block(x_BTD, p, layer)
+    else:
+        layers = (params["blocks"], jnp.arange(config.n_layer))
+        x_BTD, _ = jax.lax.scan(lambda x_BTD, p_layer: (block(x_BTD, *p_layer), None), x_BTD, layers)
+    return layer_norm(params["final_norm"], x_BTD, config.norm_eps)
+
+
+def output_matrix(params: Params, config: ModelConfig) -> jax.Array:
+    """[D, padded V]: the head, or the transposed token table where they are tied."""
+    return params["token_embedding"].T if config.tie_embeddings else params["head"]
+
+
+def unstack(stacked: Params, n_layer: int) -> list[Params]:
+    """Each layer's slice. Splitting once makes the gradient one concatenation instead of a padded sum per layer."""
+    leaves, tree = jax.tree.flatten(stacked)
+    pieces = [[piece[0] for piece in jax.lax.split(leaf, [1] * n_layer)] for leaf in leaves]
+    return [jax.tree.unflatten(tree, layer) for layer in zip(*pieces, strict=True)]
+
+
+def fold_in(key: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, number)

@@ -1,0 +1,62 @@
+"""Learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from andrea_jax.settings import UserError, check_fields, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig:
+    """Shape of the learning rate: warm-up times cosine, warmup-stable-decay, or constant."""
+
+    SECTION: ClassVar[str] = "schedule"
+    kind: Literal["cosine", "wsd", "constant"] = setting(
+        "cosine", "cosine, warmup-stable-decay, or constant; each times the warm-up"
+    )
+    peak: float = setting(6e-4, "largest learning rate", above=0)
+    floor: float = setting(0.1, "last learning rate / peak (cosine and wsd)", at_least=0, at_most=1)
+    warmup: int = setting(2000, "steps of linear warm-up: factor min(1, (t + 1) / warmup)", at_least=0)
+    length: int | None = setting(None, "steps from start to floor (cosine and wsd); None: train.steps", at_least=1)
+    decay: int | None = setting(None, "last steps, over which wsd falls; None: a fifth of its length", at_least=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.decay is not None and self.kind != "wsd":
+            raise UserError(
+                f"schedule.decay = {self.decay} has no effect with schedule.kind = '{self.kind}'; only with 'wsd'"
+            )
+        if self.length is not None and self.kind == "constant":
+            raise UserError(f"schedule.length = {self.length} has no effect with schedule.kind = 'constant'")
+        if self.length is not None and self.decay is not None and self.decay > self.length:
+            raise UserError(f"schedule.decay = {self.decay} is longer than schedule.length = {self.length}")
+
+
+def make_schedule(config: ScheduleConfig, steps: int) -> Callable[[jax.Array | int], jax.Array]:
+    """Learning rate at step t (from 0), float32; `steps` is the length when the config names none.
+
+    cosine: peak * (floor + (1 - floor) * (1 + cos(pi t / length)) / 2) * min(1, (t + 1) / warmup); after `length` the
+    floor.
+    wsd: peak, then linear to peak * floor over the last `decay` steps of `length`. The warm-up factor multiplies each.
+    """
+    length = config.length or steps
+    decay = config.decay or max(1, length // 5)
+
+    def learning_rate(t: jax.Array | int) -> jax.Array:
+        t = jnp.asarray(t, jnp.float32)
+        if config.kind == "cosine":
+            shape = (1 + jnp.cos(jnp.pi * jnp.minimum(t / length, 1))) / 2
+        elif config.kind == "wsd":
+            shape = jnp.clip((length - t) / decay, 0, 1)
+        else:
+            shape = jnp.ones_like(t)
+        factor = config.floor + (1 - config.floor) * shape
+        return config.peak * factor * jnp.minimum(1, (t + 1) / max(config.warmup, 1))
+
+    return learning_rate

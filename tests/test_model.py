@@ -1,0 +1,257 @@
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from andrea_jax import model
+from andrea_jax.config import ModelConfig
+from andrea_jax.engine import EngineConfig
+from andrea_jax.loss import loss_fn
+from andrea_jax.model import block_forward, hidden_forward, model_forward, unstack
+from andrea_jax.parameters import abstract_params, init_params, path_name
+from andrea_jax.settings import UserError
+
+ULP, BF16 = 2.0**-23, 2.0**-8  # rounding: half a unit in the last of 24 and 8 bits, relative to the power of two below
+B, T, V, L, N = 2, 10, 31, 2, 2
+TINY = ModelConfig(vocab_size=V, context_length=12, d_model=16, n_layer=L, n_head=N)
+CONFIGS = {
+    "default": TINY,
+    "bare": ModelConfig(V, 12, 16, L, N, activation="relu", mlp_bias=False, norm_gain=False, norm_shift=False),
+    "everything": ModelConfig(V, 12, 16, L, N, 3, attention_bias=True, tie_embeddings=False, vocab_multiple=8),
+}
+TOKENS = np.random.default_rng(0).integers(0, V, (B, T))
+SEGMENTS = np.array([[0] * 4 + [1] * 6, [0] * 9 + [1]], np.int32)
+
+
+def drawn(config, seed=1):
+    """Parameters that are random also where init puts zeros and ones, of a size that makes every part matter."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, x):
+        name, z = path_name(path), rng.standard_normal(x.shape)
+        if "embedding" in name or ".b_" in name or "norm" in name:
+            return jnp.float32((name.endswith("gain")) + 0.5 * z)
+        return jnp.float32(z / math.sqrt(x.shape[-1] if "out" in name or name == "head" else config.d_model))
+
+    return jax.tree.map_with_path(draw, abstract_params(config))
+
+
+def reference(p, tokens, config, segments=None):
+    """Logits in float64, one layer and one head at a time."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), p)
+    T = tokens.shape[1]
+
+    def norm(q, x):
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * q.get("gain", 1) + q.get("shift", 0)
+
+    def attention(q, x, visible):
+        y = np.zeros(x.shape) + q.get("b_out", 0)
+        for n in range(config.n_head):
+            query, key, value = (
+                x @ q["qkv"][:, n, i] + (q["b_qkv"][n, i] if "b_qkv" in q else 0) for i in range(3)
+            )  # fmt: skip
+            weights = np.exp(np.where(visible, query @ key.T / math.sqrt(config.head_dim), -np.inf))
+            y += weights / weights.sum(-1, keepdims=True) @ value @ q["out"][n]
+        return y
+
+    def mlp(q, x):
+        h = x @ q["w_1"] + q.get("b_1", 0)
+        gelu = h / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+        return (gelu if config.activation == "gelu" else np.maximum(h, 0)) @ q["w_2"] + q.get("b_2", 0)
+
+    def row(tokens, segments):
+        visible = (np.arange(T)[:, None] >= np.arange(T)) & (segments[:, None] == segments)
+        x = p["token_embedding"][tokens] + p["position_embedding"][:T]
+        for layer in range(config.n_layer):
+            q = jax.tree.map(lambda x: x[layer], p["blocks"])  # noqa: B023
+            x = x + attention(q["attention"], norm(q["attention_norm"], x), visible)
+            x = x + mlp(q["mlp"], norm(q["mlp_norm"], x))
+        head = p["token_embedding"].T if config.tie_embeddings else p["head"]
+        return norm(p["final_norm"], x) @ head[:, : config.vocab_size]
+
+    return np.stack(
+        [row(*r) for r in zip(tokens, np.zeros_like(tokens) if segments is None else segments, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one", "packed"])
+def test_the_whole_forward_equals_float64(name, segments):
+    config = CONFIGS[name]
+    params = drawn(config)
+    expected = reference(params, TOKENS, config, segments)
+    logits = jax.jit(lambda p: model_forward(p, TOKENS, config, segments_BT=segments))(params)
+    assert (logits.shape, logits.dtype) == ((B, T, V), jnp.float32)
+    # Two blocks of about eight sums each, every one off by a few ulp of the stream.
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=64 * ULP * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["default", "everything"])
+def test_the_gradient_of_every_tensor_equals_central_differences_in_float64(name):
+    config = CONFIGS[name]
+    params, rng = drawn(config), np.random.default_rng(2)
+    cotangent = rng.standard_normal((B, T, V))
+
+    def value(p):
+        return (model_forward(p, TOKENS, config, segments_BT=SEGMENTS) * jnp.float32(cotangent)).sum()
+
+    for path, grad in jax.tree.leaves_with_path(jax.jit(jax.grad(value))(params)):
+        direction = rng.standard_normal(grad.shape)
+
+        def along(h, path=path, direction=direction):
+            moved = jax.tree.map_with_path(
+                lambda p, x: np.asarray(x, np.float64) + (h * direction if p == path else 0), params
+            )
+            return (reference(moved, TOKENS, config, SEGMENTS) * cotangent).sum()
+
+        slope = (along(1e-5) - along(-1e-5)) / 2e-5  # off by about h^2 times the third derivative
+        found = (np.asarray(grad, np.float64) * direction).sum()
+        atol = 64 * ULP * np.linalg.norm(grad) * np.linalg.norm(direction)
+        np.testing.assert_allclose(found, slope, rtol=1e-7, atol=atol, err_msg=path_name(path))
+
+
+def loss_and_gradient(engine, dropout_key=None, config=TINY):
+    batch = {"tokens_BT": TOKENS, "targets_BT": np.roll(TOKENS, -1, 1), "weights_BT": np.ones((B, T), np.float32)}
+    batch["segments_BT"] = SEGMENTS
+    value = partial(loss_fn, batch=batch, config=config, engine=engine, dropout_key=dropout_key)
+    (loss, _), grads = jax.jit(jax.value_and_grad(lambda p: value(p), has_aux=True))(drawn(config))
+    return {"loss": loss} | {path_name(path): g for path, g in jax.tree.leaves_with_path(grads)}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return loss_and_gradient(EngineConfig(attention="explicit", blocks="unroll"))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        EngineConfig(attention="explicit", blocks="scan"),
+        EngineConfig(attention="blockwise", attention_block=4, blocks="scan", remat="block"),
+        EngineConfig(attention="blockwise", attention_block=4, blocks="unroll", remat="attention", loss_chunk=6),
+        EngineConfig(attention="xla", blocks="scan", remat="attention"),
+        EngineConfig(attention="explicit", blocks="unroll", remat="block"),
+    ],
+    ids=lambda e: f"{e.blocks}-{e.attention}-{e.remat}",
+)
+def test_engine_options_change_nothing_but_rounding(plain, engine):
+    for name, found in loss_and_gradient(engine).items():
+        atol = 64 * ULP * np.abs(plain[name]).max()
+        np.testing.assert_allclose(found, plain[name], rtol=0, atol=atol, err_msg=name)
+
+
+def test_dropout_is_the_same_unrolled_and_scanned_and_recomputed(plain):
+    config, key = ModelConfig(V, 12, 16, L, N, dropout=0.3), jax.random.key(3)
+    unrolled = loss_and_gradient(EngineConfig(blocks="unroll"), key, config)
+    for name, found in loss_and_gradient(EngineConfig(blocks="scan", remat="block"), key, config).items():
+        atol = 64 * ULP * np.abs(unrolled[name]).max()
+        np.testing.assert_allclose(found, unrolled[name], rtol=0, atol=atol, err_msg=name)
+        assert np.any(found != plain[name])
+
+
+def test_every_dropout_has_a_key_of_its_own_and_the_callers_key_decides(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        model, "dropout", lambda x, rate, key: (seen.append(tuple(jax.random.key_data(key).tolist())), x)[1]
+    )
+    config = ModelConfig(V, 12, 16, L, N, dropout=0.3)
+    for seed in (0, 1):
+        hidden_forward(drawn(config), TOKENS, config, EngineConfig(blocks="unroll"), dropout_key=jax.random.key(seed))
+    assert len(seen) == len(set(seen)) == 2 * (1 + 2 * L)  # the embeddings, and two branches a layer
+
+
+def test_a_position_never_sees_a_later_one():
+    """The gradient of position t's logits with respect to later position embeddings is exactly zero."""
+    params = drawn(TINY)
+
+    @jax.jit
+    def reached(t):
+        def size(table):
+            return (model_forward({**params, "position_embedding": table}, TOKENS, TINY)[:, t] ** 2).sum()
+
+        return jax.grad(size)(params["position_embedding"])
+
+    for t in (0, 5, 8):
+        grad_TD = np.asarray(reached(t))
+        assert np.all(grad_TD[t + 1 :] == 0)
+        assert np.all(np.abs(grad_TD[: t + 1]).sum(-1) > 0)
+
+
+def test_no_gradient_flows_between_documents_in_one_window():
+    config = ModelConfig(V, 12, 16, L, N, tie_embeddings=False)
+    params, tokens = drawn(config), np.arange(T)[None]  # every position has a token of its own
+
+    @jax.jit
+    def reached(segments):
+        def size(table):
+            logits = model_forward({**params, "token_embedding": table}, tokens, config, segments_BT=segments)
+            return (logits[:, 4:] ** 2).sum()
+
+        return jnp.abs(jax.grad(size)(params["token_embedding"])).sum(-1)
+
+    assert np.all(np.asarray(reached(SEGMENTS[:1])[:4]) == 0)
+    assert np.all(np.asarray(reached(SEGMENTS[:1])[4:T]) > 0)
+    assert np.all(np.asarray(reached(0 * SEGMENTS[:1])[:T]) > 0)
+
+
+INIT = ModelConfig(vocab_size=1000, context_length=32, d_model=64, n_layer=12, n_head=4, tie_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def at_init():
+    return init_params(jax.random.key(0), INIT)
+
+
+def test_a_block_is_nearly_the_identity_at_init(at_init):
+    x_BTD = jax.random.normal(jax.random.key(1), (2, 8, 64))
+    first = jax.tree.map(lambda stacked: stacked[0], at_init["blocks"])
+    delta = jax.jit(partial(block_forward, config=INIT))(first, x_BTD) - x_BTD
+    assert 0 < jnp.linalg.norm(delta) < 0.1 * jnp.linalg.norm(x_BTD)
+
+
+def test_the_loss_at_init_is_near_chance(at_init):
+    """An untied head of std 0.02 over a normed stream gives normal logits of variance D 0.02^2."""
+    tokens = np.random.default_rng(0).integers(0, 1000, (16, 33))
+    batch = {"tokens_BT": tokens[:, :-1], "targets_BT": tokens[:, 1:], "weights_BT": np.ones((16, 32), np.float32)}
+    loss, _ = jax.jit(lambda p: loss_fn(p, batch, INIT, EngineConfig(blocks="scan")))(at_init)
+    variance = 64 * 0.02**2
+    # The mean of 512 targets' logits has standard error sqrt(variance / 512); five of them.
+    assert abs(loss - (math.log(1000) + variance / 2)) < 5 * math.sqrt(variance / 512)
+
+
+def test_blocks_with_zero_output_matrices_are_exactly_the_identity():
+    params = drawn(TINY)
+    first = jax.tree.map(lambda stacked: stacked[0], params["blocks"])
+    for branch, names in (("attention", ["out"]), ("mlp", ["w_2", "b_2"])):
+        first[branch] = first[branch] | {name: 0 * first[branch][name] for name in names}
+    x_BTD = jax.random.normal(jax.random.key(1), (2, 8, 16))
+    block = jax.jit(partial(block_forward, config=TINY))
+    np.testing.assert_array_equal(block(first, x_BTD), x_BTD)
+    assert jax.eval_shape(block, first, x_BTD.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [("bfloat16", BF16), ("float16", BF16 / 8)])
+def test_half_precision_logits_err_by_their_rounding(dtype, unit):
+    params = drawn(TINY)
+    logits = jax.jit(lambda p: model_forward(p, TOKENS, TINY, EngineConfig(dtype=dtype)))(params)
+    assert logits.dtype == jnp.float32
+    expected = reference(params, TOKENS, TINY)
+    error = np.linalg.norm(np.asarray(logits, np.float64) - expected) / np.linalg.norm(expected)
+    # About twelve roundings a block, each of unit / 2 in the root mean square, and the stream carries them on.
+    assert unit / 8 < error < unit / 2 * math.sqrt(12 * L)
+
+
+def test_more_tokens_than_the_context_are_refused():
+    with pytest.raises(UserError, match=r"^13 tokens, but context_length is 12$"):
+        model_forward(drawn(TINY), jnp.zeros((1, 13), int), TINY)
+    assert jax.eval_shape(lambda p: model_forward(p, jnp.zeros((1, 12), int), TINY), drawn(TINY)).shape == (1, 12, V)
+
+
+def test_unstacked_layers_are_the_slices():
+    blocks = drawn(TINY)["blocks"]
+    for layer, p in enumerate(unstack(blocks, L)):
+        jax.tree.map(lambda one, all_, layer=layer: np.testing.assert_array_equal(one, all_[layer]), p, blocks)
