@@ -1,0 +1,208 @@
+"""Checkpoints: orbax writes and restores; this file says what is in one and refuses what does not fit.
+
+The checkpoint of step n is the folder `checkpoints/n` with the items `params`, `optimizer` and `meta` (model config,
+tokenizer, fingerprints, settings of the run), and orbax's metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+from andrea_jax.config import ModelConfig
+from andrea_jax.data.tokenizer import Tokenizer
+from andrea_jax.parameters import Params, abstract_params, path_name
+from andrea_jax.settings import RunError, UserError
+from andrea_jax.train.state import State
+
+FORMAT = 1
+TEMPORARY = ".orbax-checkpoint-tmp"
+ITEMS = ("params", "optimizer", "meta")
+
+
+@contextlib.contextmanager
+def open_for_saving(folder: Path, keep_last: int) -> Iterator[ocp.CheckpointManager]:
+    """An asynchronous manager of `folder` that keeps the newest `keep_last` checkpoints and the one of least loss.
+
+    Leaving the context waits until every checkpoint is complete. Raises RunError as `save` does.
+    """
+    best = policies.BestN(get_metric_fn=lambda m: -m["loss"], n=1, keep_checkpoints_without_metrics=False)
+    policy = policies.AnyPreservationPolicy([policies.LatestN(keep_last), best])
+    manager = ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(preservation_policy=policy))
+    try:
+        yield manager
+        with _writing(manager):
+            manager.wait_until_finished()
+            manager.check_for_errors()
+    finally:
+        with contextlib.suppress(Exception):  # a failed write was already reported
+            manager.close()
+
+
+def discard_incomplete(folder: Path) -> list[str]:
+    """Removes what a killed process left half written; returns the names."""
+    leftovers = sorted(folder.glob(f"*{TEMPORARY}*")) if folder.is_dir() else []
+    for path in leftovers:
+        shutil.rmtree(path)
+    return [path.name for path in leftovers]
+
+
+def save(manager: ocp.CheckpointManager, state: State, meta: dict[str, Any], loss: float | None) -> None:
+    """Begins to write the state at its step; the device's arrays may be donated as soon as this returns.
+
+    Raises:
+        RunError: this or the checkpoint before could not be written. What was complete stays.
+    """
+    step = int(state.step)
+    content = meta | {"format": FORMAT, "step": step, "fingerprints": fingerprints(state.params)}
+    with _writing(manager):
+        manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(state.params),
+                optimizer=ocp.args.StandardSave(state.optimizer),
+                meta=ocp.args.JsonSave(content),
+            ),
+            metrics=None if loss is None else {"loss": loss},
+        )
+
+
+@contextlib.contextmanager
+def _writing(manager: ocp.CheckpointManager) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        step = last_saved(manager)
+        last = "there is no complete one" if step is None else f"the last complete one is of step {step}"
+        raise RunError(f"a checkpoint could not be written to {manager.directory}: {_short(error)}; {last}") from error
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in `folder` that were written to their end, in order."""
+    if not folder.is_dir():
+        return []
+    names = [p.name for p in folder.iterdir() if p.name.isdigit() and all((p / item).is_dir() for item in ITEMS)]
+    return sorted(map(int, names))
+
+
+def last_saved(manager: ocp.CheckpointManager) -> int | None:
+    """Step of the newest complete checkpoint, after those being written have ended."""
+    with contextlib.suppress(Exception):
+        manager.wait_until_finished()
+    steps = complete_steps(Path(manager.directory))
+    return steps[-1] if steps else None
+
+
+def read_meta(folder: Path, step: int) -> dict[str, Any]:
+    """The `meta` item of one checkpoint."""
+    with _reading(folder, step):
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+            meta = reader.restore((folder / str(step) / "meta").absolute())
+        if meta["format"] > FORMAT:
+            raise ValueError(f"its format {meta['format']} is newer than this program's {FORMAT}")
+        return meta
+
+
+def restore_state(folder: Path, step: int, abstract: State) -> State:
+    """The state of one checkpoint, with the shapes, dtypes and shardings of `abstract`; parameters are verified."""
+    params = _restore(folder, step, "params", abstract.params)
+    check_fingerprints(folder, step, params)
+    return State(jnp.int32(step), params, _restore(folder, step, "optimizer", abstract.optimizer))
+
+
+def load_checkpoint(path: str | Path, step: int | None = None) -> tuple[Params, ModelConfig, Tokenizer]:
+    """Parameters, model config and tokenizer of a run folder's newest checkpoint, or that of `step`.
+
+    Raises:
+        UserError: no complete checkpoint there, or one that is damaged.
+    """
+    folder, step = find_checkpoint(path, step)
+    meta = read_meta(folder, step)
+    config = model_config(meta)
+    params = _restore(folder, step, "params", abstract_params(config))
+    check_fingerprints(folder, step, params)
+    return params, config, Tokenizer.from_dict(meta["tokenizer"])
+
+
+def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[Path, int]:
+    """(checkpoints folder, step) for a run folder, its `checkpoints` folder, or one checkpoint in it."""
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such folder; give the run folder that training printed")
+    if path.name.isdigit() and (path / "meta").is_dir():
+        path, step = path.parent, int(path.name)
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = complete_steps(folder)
+    if not steps:
+        raise UserError(f"{path} holds no complete checkpoint; training writes them to RUN/checkpoints")
+    if step is not None and step not in steps:
+        raise UserError(f"{path} has no complete checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+    return folder, steps[-1] if step is None else step
+
+
+def model_config(meta: dict[str, Any]) -> ModelConfig:
+    """The model that a checkpoint belongs to."""
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    unknown = sorted(set(meta["model"]) - known)
+    if unknown:
+        raise UserError(f"the checkpoint's model has settings that this version does not know: {', '.join(unknown)}")
+    return ModelConfig(**meta["model"])
+
+
+@jax.jit
+def _bit_sums(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32).sum(dtype=jnp.uint32), tree)
+
+
+def fingerprints(params: Params) -> dict[str, int]:
+    """For each tensor the sum of its float32 bit patterns modulo 2^32: the same on any devices, in any order."""
+    return {path_name(path): int(value) for path, value in jax.tree.leaves_with_path(jax.device_get(_bit_sums(params)))}
+
+
+def check_fingerprints(folder: Path, step: int, params: Params) -> None:
+    """Raises UserError if restored parameters are not, bit by bit, those that were saved."""
+    expected, found = read_meta(folder, step)["fingerprints"], fingerprints(params)
+    wrong = [name for name in found if expected.get(name) != found[name]]
+    if wrong:
+        raise UserError(_damaged(folder, step, f"the bits of {wrong[0]} are not those that were saved"))
+
+
+def _restore(folder: Path, step: int, item: str, abstract: Any) -> Any:
+    with _reading(folder, step), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+        return reader.restore((folder / str(step) / item).absolute(), args=ocp.args.StandardRestore(abstract))
+
+
+@contextlib.contextmanager
+def _reading(folder: Path, step: int) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(_damaged(folder, step, _short(error))) from error
+
+
+def _damaged(folder: Path, step: int, reason: str) -> str:
+    others = [s for s in complete_steps(folder) if s < step]
+    way_out = f"move it away and the run goes on from step {others[-1]}" if others else "there is no older one"
+    return f"checkpoint {folder / str(step)} cannot be restored: {reason}; {way_out}"
+
+
+def _short(error: BaseException) -> str:
+    """The first line of the innermost reason, at most 200 characters."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    for known in ("No space left on device", "Permission denied", "Read-only file system"):
+        if known in text:
+            return known
+    return (text or type(error).__name__)[:200]

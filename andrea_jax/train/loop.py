@@ -1,0 +1,140 @@
+"""The training loop: the only part with side effects."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from andrea_jax.checkpoint import complete_steps, last_saved, open_for_saving, save
+from andrea_jax.data.windows import eval_batches, iterate, make_batches
+from andrea_jax.evaluate import evaluate
+from andrea_jax.generate import SamplingConfig, generate
+from andrea_jax.inspect.plots import plot_loss
+from andrea_jax.settings import RunError
+from andrea_jax.train.config import RunConfig
+from andrea_jax.train.corpus import TokenCorpus
+from andrea_jax.train.meter import Meter
+from andrea_jax.train.report import Quiet, Report
+from andrea_jax.train.resume import make_meta, start_state
+from andrea_jax.train.run_folder import MetricsLog, locked, write_text
+from andrea_jax.train.signals import stop_on_signal
+from andrea_jax.train.state import State
+from andrea_jax.train.step import make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run ended. `validation` is that of the last evaluation; `stopped` names the signal that ended it early."""
+
+    state: State
+    validation: dict[str, float]
+    sample: str
+    run_dir: Path
+    stopped: str | None
+
+
+def train(config: RunConfig, corpus: TokenCorpus, report: Report | None = None, config_text: str = "") -> Result:
+    """Trains from the newest checkpoint of `train.run_dir`, or from the start, to `train.steps`.
+
+    `config_text` is written to the run folder as config.gin.
+
+    Raises:
+        UserError: the run folder cannot be continued with these settings.
+        RunError: a loss or gradient that is not finite; a checkpoint that cannot be written.
+    """
+    run_dir = Path(config.train.run_dir)
+    with locked(run_dir):
+        try:
+            return _train(config, corpus, report or Quiet(), config_text, run_dir)
+        except OSError as error:
+            steps = complete_steps(run_dir / "checkpoints")
+            last = f"the last complete checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
+            raise RunError(f"cannot write to {run_dir}: {error.strerror or error}; {last}") from error
+
+
+def _train(config: RunConfig, corpus: TokenCorpus, report: Report, config_text: str, run_dir: Path) -> Result:
+    options, tokenizer = config.train, corpus.tokenizer
+    sizes = (options.batch_size, config.model.context_length)
+    documents = dict(mask_documents=config.data.mask_documents, bos=tokenizer.bos)
+    batches = make_batches(corpus.train, *sizes, options.seed, **documents)
+    state, tokens = start_state(config, corpus, report)
+    first = int(state.step)
+    if config_text:
+        write_text(run_dir / "config.gin", config_text)
+
+    meta = make_meta(config, corpus)
+    train_step = jax.jit(make_train_step(config), donate_argnums=0)
+    log = MetricsLog(run_dir, options, meta["settings"], first)
+    validation: dict[str, float] = {}
+    sample = ""
+    try:
+        with stop_on_signal() as stop, open_for_saving(run_dir / "checkpoints", options.keep_last) as manager:
+            meter = Meter(config, log, report, first, tokens, partial(last_saved, manager))
+            steps = range(first + 1, options.steps + 1)
+            for step, batch in zip(steps, meter.waiting(iterate(batches, first, config.data.workers)), strict=False):
+                with meter.timed("step"):
+                    state, metrics = train_step(state, batch)
+                    meter.read(step, metrics)  # of the step before: the device is already at work on this one
+                last = step == options.steps
+                ending = last or stop.name is not None
+                evaluating = last or step % options.eval_every == 0
+                saving = ending or step % options.save_every == 0
+                if evaluating or saving:
+                    meter.catch_up()  # nothing is evaluated or saved before its own metrics were seen
+                if evaluating:
+                    with meter.timed("evaluation"):
+                        windows = eval_batches(corpus.validation, *sizes, options.eval_windows, **documents)
+                        validation = evaluate(
+                            state.params, windows, config.model, tokenizer.byte_lengths, config.engine
+                        )
+                    log.write(validation_record(step, meter.tokens, validation))
+                    report.say(f"step {step}: validation {describe(validation)}")
+                if saving:
+                    with meter.timed("save"):
+                        loss = validation["loss"] if evaluating else None
+                        save(manager, state, meta | {"tokens": meter.tokens}, loss)
+                if last or step % options.sample_every == 0:
+                    sample = draw_sample(state, config, corpus)
+                    with open(run_dir / "samples.txt", "a", encoding="utf-8") as samples:
+                        samples.write(f"--- step {step}\n{sample}\n")
+                if ending:
+                    break
+    finally:
+        report.close()
+        log.close()
+    plot_loss(run_dir)
+    return Result(state, validation, sample, run_dir, None if last else stop.name)
+
+
+def draw_sample(state: State, config: RunConfig, corpus: TokenCorpus) -> str:
+    """Text that the model writes after `train.sample_prompt`, the prompt included; the same for the same step."""
+    options = config.train
+    texts = generate(
+        state.params,
+        config.model,
+        corpus.tokenizer,
+        [options.sample_prompt],
+        SamplingConfig(),
+        max_tokens=options.sample_tokens,
+        seed=options.seed,
+        engine=config.engine,
+    )
+    return options.sample_prompt + texts[0]
+
+
+def validation_record(step: int, tokens: int, validation: dict[str, float]) -> dict[str, object]:
+    """A line of metrics.jsonl; `tokens` are those trained on, so that both losses can be drawn over them."""
+    measures = {name: validation[name] for name in ("loss", "perplexity", "bits_per_byte")}
+    counted = {f"validation_{name}": validation[name] for name in ("tokens", "bytes")}
+    return {"kind": "validation", "step": step, "tokens": tokens, **measures, **counted}
+
+
+def describe(validation: dict[str, float]) -> str:
+    """`loss 3.214  perplexity 24.9  bits/byte 1.52`."""
+    return (
+        f"loss {validation['loss']:.4f}  perplexity {validation['perplexity']:.2f}  "
+        f"bits per byte {validation['bits_per_byte']:.4f}"
+    )

@@ -1,0 +1,129 @@
+"""Reads each step's metrics one step late, so that the device never waits, and writes a record every few steps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from andrea_jax.inspect.flops import model_flops_utilization
+from andrea_jax.settings import RunError
+from andrea_jax.train.config import RunConfig
+from andrea_jax.train.report import Report
+from andrea_jax.train.run_folder import MetricsLog
+
+PHASES = ("data", "step", "evaluation", "save")
+
+
+class Meter:
+    """Collects metrics and times between records; `tokens` counts all that the run has trained on.
+
+    `last_saved` gives the step of the newest checkpoint, for the message of a run that must stop.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        log: MetricsLog,
+        report: Report,
+        first: int,
+        tokens: int,
+        last_saved: Callable[[], int | None],
+    ):
+        self._last_saved = last_saved
+        self._config, self._log, self._report = config, log, report
+        self._first, self._pending = first, None
+        self._records: list[dict[str, float]] = []
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self.tokens = tokens
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Counts the time spent inside to `phase`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - start
+
+    def waiting(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, the time spent waiting for them counted to `data`."""
+        while True:
+            with self.timed("data"):
+                batch = next(batches)
+            yield batch
+
+    def read(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Takes the metrics of `step`, just dispatched, and reads those of the step before it."""
+        self.catch_up()
+        self._pending = step, metrics
+
+    def catch_up(self) -> None:
+        """Reads the metrics that are still on the device; waits for their step.
+
+        Raises:
+            RunError: loss or gradient are not finite, and `train.nonfinite` says stop.
+        """
+        if self._pending is None:
+            return
+        step, metrics = self._pending
+        self._pending = None
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if step == self._first + 1:
+            self._report_first(values)
+        if not values["finite"]:
+            self._refuse(step, values)
+        self.tokens += int(values["tokens"])
+        self._records.append(values)
+        rate = sum(r["tokens"] for r in self._records) / max(self._seconds["step"] + self._seconds["data"], 1e-9)
+        self._report.progress(step, self._config.train.steps, values["nll"], rate, _mfu_text(self._config, rate))
+        if step % self._config.train.log_every == 0 or step == self._config.train.steps:
+            self._write(step, rate)
+
+    def _write(self, step: int, tokens_per_second: float) -> None:
+        good = [r for r in self._records if r["finite"]]
+        weight = sum(r["tokens"] for r in good)
+        record: dict[str, Any] = {
+            "kind": "train",
+            "step": step,
+            "tokens": self.tokens,
+            "loss": sum(r["nll"] * r["tokens"] for r in good) / weight if weight else None,
+            "learning_rate": self._records[-1]["learning_rate"],
+            "grad_norm": good[-1]["grad_norm"] if good else None,
+            "param_norm": self._records[-1]["param_norm"],
+            "skipped": len(self._records) - len(good),
+            "tokens_per_second": tokens_per_second,
+            "mfu": model_flops_utilization(self._config.model, tokens_per_second),
+            **{f"seconds_{phase}": round(seconds, 6) for phase, seconds in self._seconds.items()},
+        }
+        self._log.write(record)
+        self._records, self._seconds = [], dict.fromkeys(PHASES, 0.0)
+
+    def _report_first(self, values: dict[str, float]) -> None:
+        if self._first == 0:
+            size = self._config.model.vocab_size
+            uniform = math.log(size)
+            self._report.say(
+                f"initial loss {values['nll']:.3f}; uniform guessing would give ln({size}) = {uniform:.3f}"
+            )
+
+    def _refuse(self, step: int, values: dict[str, float]) -> None:
+        what = f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}"
+        if self._config.train.nonfinite == "skip":
+            self._report.say(f"{what}: not finite, the step was skipped")
+            return
+        saved = self._last_saved()
+        last = "there is no checkpoint yet" if saved is None else f"the last good checkpoint is of step {saved}"
+        raise RunError(
+            f"{what}: not finite; {last}. Try a smaller schedule.peak, a longer schedule.warmup, optimizer.clip_norm, "
+            "engine.dtype = 'float32', or train.nonfinite = 'skip'"
+        )
+
+
+def _mfu_text(config: RunConfig, tokens_per_second: float) -> str:
+    utilization = model_flops_utilization(config.model, tokens_per_second)
+    return "" if utilization is None else f"  MFU {utilization:.0%}"

@@ -1,0 +1,77 @@
+"""Where a run begins: fresh, or from the newest complete checkpoint of its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from andrea_jax.checkpoint import complete_steps, discard_incomplete, model_config, read_meta, restore_state
+from andrea_jax.settings import UserError
+from andrea_jax.train.config import RunConfig
+from andrea_jax.train.corpus import TokenCorpus
+from andrea_jax.train.report import Report
+from andrea_jax.train.state import State, abstract_state, init_state
+
+
+def make_meta(config: RunConfig, corpus: TokenCorpus) -> dict[str, Any]:
+    """What a checkpoint says beside its arrays."""
+    return {
+        "model": dataclasses.asdict(config.model),
+        "settings": {f.name: dataclasses.asdict(getattr(config, f.name)) for f in dataclasses.fields(config)},
+        "tokenizer": corpus.tokenizer.to_dict(),
+        "data": data_identity(corpus),
+    }
+
+
+def data_identity(corpus: TokenCorpus) -> dict[str, Any]:
+    """The hashes of the training shards, in order: what a batch depends on beside seed and step."""
+    return {"train": [shard["blake2b"] for shard in corpus.manifest["shards"] if shard["split"] == "train"]}
+
+
+def start_state(config: RunConfig, corpus: TokenCorpus, report: Report) -> tuple[State, int]:
+    """The first state, or that of the newest complete checkpoint in `train.run_dir`, and the tokens trained on so far.
+
+    Raises:
+        UserError: the checkpoint is damaged, or of another model, other data, or already at `train.steps`.
+    """
+    folder = Path(config.train.run_dir) / "checkpoints"
+    for name in discard_incomplete(folder):
+        report.say(f"skipped and removed the incomplete checkpoint {name}")
+    steps = complete_steps(folder)
+    if not steps:
+        return init_state(config), 0
+    step = steps[-1]
+    meta = read_meta(folder, step)
+    _check_same_run(config, corpus, meta, step, report)
+    state = restore_state(folder, step, abstract_state(config))
+    report.say(f"resuming from step {step} ({folder / str(step)})")
+    return state, meta["tokens"]
+
+
+def _check_same_run(config: RunConfig, corpus: TokenCorpus, meta: dict[str, Any], step: int, report: Report) -> None:
+    run_dir = config.train.run_dir
+    different = model_config(meta).differences(config.model)
+    if different:
+        raise UserError(
+            f"{run_dir} holds another model (checkpoint != settings): {'; '.join(different)}. "
+            "Choose another train.run_dir, or the settings of that run"
+        )
+    if meta["data"] != data_identity(corpus):
+        raise UserError(f"{run_dir} was trained on other data than {corpus.folder}; choose another train.run_dir")
+    if step >= config.train.steps:
+        raise UserError(
+            f"{run_dir} is already at step {step}, train.steps = {config.train.steps}; "
+            f"raise train.steps above {step} to go on, or choose another train.run_dir"
+        )
+    for change in setting_changes(meta["settings"], config):
+        report.say(f"note: changed since the checkpoint: {change}")
+
+
+def setting_changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
+    """`section.field: then -> now` for each setting that differs from a checkpoint's."""
+    changes = []
+    for section, then in saved.items():
+        now = dataclasses.asdict(getattr(config, section)) if hasattr(config, section) else {}
+        changes += [f"{section}.{k}: {then[k]} -> {now[k]}" for k in then if k in now and now[k] != then[k]]
+    return changes

@@ -1,0 +1,86 @@
+"""Evaluate a checkpoint on the whole validation split of its corpus, or on a text file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import flags
+from absl import flags as absl_flags
+
+from andrea_jax.checkpoint import find_checkpoint, load_checkpoint, read_meta
+from andrea_jax.config import ModelConfig
+from andrea_jax.data.config import DataConfig
+from andrea_jax.data.shards import Tokens, tokens_in_memory
+from andrea_jax.data.tokenizer import Tokenizer
+from andrea_jax.data.windows import eval_batches
+from andrea_jax.evaluate import evaluate
+from andrea_jax.settings import UserError
+from andrea_jax.train.config import RunConfig
+from andrea_jax.train.corpus import open_corpus
+from andrea_jax.train.loop import describe
+
+FLAGS = absl_flags.FlagValues()
+absl_flags.DEFINE_string("checkpoint", None, "run folder, or one checkpoint in it", flag_values=FLAGS)
+absl_flags.DEFINE_integer("step", None, "checkpoint of this step; default: the newest", flag_values=FLAGS)
+absl_flags.DEFINE_string("text", None, "evaluate on this file instead of the validation split", flag_values=FLAGS)
+absl_flags.DEFINE_bool("json", False, "print one JSON object", flag_values=FLAGS)
+
+
+def run(config: RunConfig, bound: dict[str, str]) -> None:
+    if FLAGS["checkpoint"].value is None:
+        raise UserError("--checkpoint is missing: the run folder to evaluate, such as --checkpoint runs/nano")
+    folder, step = find_checkpoint(FLAGS["checkpoint"].value, FLAGS["step"].value)
+    params, model, tokenizer = load_checkpoint(folder, step)
+    check_model(config.model, model, bound)
+    settings = read_meta(folder, step)["settings"]["data"]
+    data = DataConfig(**settings | {name[5:]: getattr(config.data, name[5:]) for name in bound if name[:5] == "data."})
+    text = FLAGS["text"].value
+    tokens = text_tokens(text, tokenizer) if text else validation_tokens(config, model, data, tokenizer)
+    batches = eval_batches(
+        tokens,
+        config.train.batch_size,
+        model.context_length,
+        config.train.eval_windows,
+        data.mask_documents,
+        tokenizer.bos,
+    )
+    found = evaluate(params, batches, model, tokenizer.byte_lengths, config.engine)
+    source = text or f"validation split of {data.path}"
+    if FLAGS["json"].value:
+        print(json.dumps({"checkpoint": str(folder / str(step)), "step": step, "data": source, **found}))
+    else:
+        print(f"{folder / str(step)} on the {source}: {found['tokens']:,} tokens, {found['bytes']:,} bytes")
+        print(describe(found))
+
+
+def check_model(asked: ModelConfig, saved: ModelConfig, bound: dict[str, str]) -> None:
+    """Refuses settings of the model that are not the checkpoint's."""
+    names = {name.removeprefix("ModelConfig.") for name in bound if name.startswith("ModelConfig.")}
+    different = [d for d in saved.differences(asked) if "preset" in names or d.partition(":")[0] in names]
+    if different:
+        raise UserError(f"the checkpoint holds another model (checkpoint != settings): {'; '.join(different)}")
+
+
+def validation_tokens(config: RunConfig, model: ModelConfig, data: DataConfig, tokenizer: Tokenizer) -> Tokens:
+    _, corpus = open_corpus(dataclasses.replace(config, model=model, data=data))
+    if corpus.tokenizer.to_dict() != tokenizer.to_dict():
+        raise UserError(
+            f"{corpus.folder} was made with another tokenizer than the checkpoint's; use --text FILE for plain text"
+        )
+    return corpus.validation
+
+
+def text_tokens(path: str, tokenizer: Tokenizer) -> Tokens:
+    """A whole file as tokens, a document of its own."""
+    try:
+        with open(path, "rb") as file:
+            ids = tokenizer.encode(file.read())
+    except OSError as error:
+        raise UserError(f"--text {path}: {error.strerror}") from error
+    return tokens_in_memory(ids if tokenizer.bos is None else [tokenizer.bos, *ids])
+
+
+if __name__ == "__main__":
+    uses = ("data", "ModelConfig", "engine", "train.batch_size", "train.eval_windows")
+    flags.main(run, __doc__, FLAGS, uses)

@@ -1,0 +1,71 @@
+"""Train a model: prepares the corpus, trains, evaluates, saves, samples; continues a run it finds in train.run_dir."""
+
+from __future__ import annotations
+
+import sys
+
+import flags
+import jax
+
+from andrea_jax.layers.attention import check_attention, choose_back_end
+from andrea_jax.parameters import count_parameters
+from andrea_jax.train.config import RunConfig
+from andrea_jax.train.corpus import open_corpus
+from andrea_jax.train.loop import Result, describe, train
+from andrea_jax.train.report import ConsoleReport
+
+STOPPED = 75  # EX_TEMPFAIL: run the same command again
+
+
+def run(config: RunConfig, bound: dict[str, str]) -> int:
+    report = ConsoleReport()
+    config, corpus = open_corpus(config, bound, report.preparing)
+    check_attention(config.engine, config.engine.activation_dtype, config.model.head_dim)
+    introduce(config, corpus, report)
+    result = train(config, corpus, report, flags.format_config(config))
+    conclude(result, report)
+    return STOPPED if result.stopped else 0
+
+
+def introduce(config: RunConfig, corpus, report: ConsoleReport) -> None:
+    model = config.model
+    dtype = config.engine.activation_dtype
+    back_end = choose_back_end(config.engine, dtype, model.context_length, model.head_dim)
+    windows = config.train.batch_size * model.context_length
+    report.say(
+        f"model    {count_parameters(model):,} parameters: {model.n_layer} blocks of width {model.d_model}, "
+        f"{model.n_head} heads, context {model.context_length}, vocabulary {model.vocab_size:,}"
+    )
+    report.say(
+        f"data     {config.data.path}: {len(corpus.train):,} tokens to train on, {len(corpus.validation):,} to "
+        f"validate, tokenizer {corpus.tokenizer.kind} with {corpus.tokenizer.size:,} ids ({corpus.folder})"
+    )
+    if skipped := corpus.manifest["skipped_files"]:
+        report.say(f"         {len(skipped)} files were left out as binary: {', '.join(skipped[:3])} ...")
+    device = jax.devices()[0]
+    report.say(f"device   {jax.device_count()} x {device.device_kind}, {dtype.name}, attention {back_end}")
+    epochs = config.train.steps * windows / len(corpus.train)
+    report.say(
+        f"run      {config.train.run_dir}: {config.train.steps:,} steps of {windows:,} tokens, {epochs:.1f} epochs"
+    )
+
+
+def conclude(result: Result, report: ConsoleReport) -> None:
+    script, run_dir = sys.argv[0], result.run_dir
+    folder = script.rpartition("train.py")[0]
+    if result.stopped:
+        report.say(f"stopped by {result.stopped} and saved at step {int(result.state.step)}; to go on:")
+        report.say(f"  python {script} --gin_file={run_dir}/config.gin")
+        return
+    report.say(f"\nvalidation {describe(result.validation)}")
+    report.say(f"sample     {result.sample.strip()}\n")
+    report.say(f"everything is in {run_dir}: loss.png, metrics.jsonl, samples.txt, tensorboard/, checkpoints/. Next:")
+    report.say(f"  python {folder}eval.py --checkpoint {run_dir}")
+    report.say(f"  python {folder}generate.py --checkpoint {run_dir} --prompt 'The function returns'")
+    more = 2 * int(result.state.step)
+    report.say(f"  python {script} --gin_file={run_dir}/config.gin --gin.train.steps={more}   # resume, train on")
+    report.say(f"  python {script} --gin.data.path=YOUR.txt --gin.train.run_dir=runs/mine      # your own text")
+
+
+if __name__ == "__main__":
+    flags.main(run, __doc__)

@@ -1,0 +1,115 @@
+"""A run that was killed and resumed is, bit by bit, the run that was never killed."""
+
+import random
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+from end_to_end.scripts import run, settings, start, succeed, write_text
+
+from andrea_jax.checkpoint import complete_steps, read_meta, restore_state
+from andrea_jax.train.config import RunConfig, TrainConfig
+from andrea_jax.train.run_folder import read_metrics
+from andrea_jax.train.state import abstract_state
+
+STEPS, EVERY = 600, 40
+OPTIONS = dict(
+    train__steps=STEPS,
+    train__save_every=EVERY,
+    train__eval_every=2 * EVERY,
+    train__sample_every=10_000,
+    train__accumulate=2,
+    train__keep_last=1,
+    ModelConfig__dropout=0.1,
+)
+
+
+def final_state(run_dir, step=STEPS):
+    import andrea_jax.checkpoint as checkpoint
+
+    folder = run_dir / "checkpoints"
+    model = checkpoint.model_config(read_meta(folder, step))
+    config = RunConfig(model=model, train=TrainConfig())
+    return jax.device_get(restore_state(folder, step, abstract_state(config)))
+
+
+def assert_bit_equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The folder of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("straight")
+    write_text(folder / "text.txt")
+    succeed("train.py", *settings(folder, **OPTIONS))
+    return folder
+
+
+def kill_when(process, condition, seconds=120):
+    """SIGKILL as soon as the condition holds; fails if the process ends before."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "ended before it could be killed: " + process.communicate()[1]
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()
+
+
+def resumed(straight, folder, *conditions):
+    """The same run in `folder`, killed at each condition in turn, then left to finish."""
+    flags = settings(straight, train__run_dir=folder / "run", **OPTIONS)
+    for condition in conditions:
+        kill_when(start("train.py", *flags), condition)
+    return succeed("train.py", *flags)
+
+
+def test_killed_twice_between_and_during_saves_and_resumed_ends_with_equal_bits(straight, tmp_path):
+    checkpoints = tmp_path / "run" / "checkpoints"
+
+    def writing():
+        return any("tmp" in p.name for p in checkpoints.glob("*")) and complete_steps(checkpoints)
+
+    delay = random.Random(time.time_ns()).random()
+
+    def later():
+        steps = complete_steps(checkpoints)
+        if steps and steps[-1] >= STEPS // 2:
+            time.sleep(delay * 0.2)
+            return True
+        return False
+
+    output = resumed(straight, tmp_path, writing, later)
+    assert "resuming from step" in output
+    assert_bit_equal(final_state(straight / "run"), final_state(tmp_path / "run"))
+
+    ours, theirs = ({(r["kind"], r["step"]): r["loss"] for r in read_metrics(f / "run")} for f in (tmp_path, straight))
+    assert ours.keys() == theirs.keys(), "a step is missing or there twice in metrics.jsonl"
+    validation = [key for key in theirs if key[0] == "validation"]
+    assert [ours[k] for k in validation] == [theirs[k] for k in validation]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_with_75_and_the_printed_command_continues(straight, tmp_path, number):
+    flags = settings(straight, train__run_dir=tmp_path / "run", **OPTIONS | {"train__save_every": 100_000})
+    process = start("train.py", *flags)
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or not read_metrics(tmp_path / "run"):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 75, out + err
+    saved = complete_steps(tmp_path / "run" / "checkpoints")
+    assert len(saved) == 1
+    assert saved[0] < STEPS
+    command = out.strip().splitlines()[-1].split()
+    assert command[0] == "python"
+    assert f"saved at step {saved[0]}" in out
+    done = run("train.py", *command[2:])
+    assert done.returncode == 0, done.stderr
+    assert f"resuming from step {saved[0]}" in done.stdout
+    assert_bit_equal(final_state(straight / "run"), final_state(tmp_path / "run"))
