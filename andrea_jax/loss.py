@@ -52,8 +52,8 @@ def cross_entropy(
     """sum w (nll + z_loss logsumexp^2), and sum w nll without a gradient; nll = logsumexp(x head) - (x head)[label].
 
     float32 scalars. Rows with w = 0 count for nothing, whatever their label. Columns from `vocab_size` on do not exist.
-    Differentiable in x, head and w. At most `chunk` rows of logits are held at a time (0: about 64 MiB of them), and
-    the gradient is computed beside the loss, so that they are formed once (the idea of Liger Kernel, Hsu et al. 2024).
+    Differentiable in x, head and w. At most max(chunk, B) rows of logits are held at a time (chunk 0: about 64 MiB of
+    them). The gradient is computed beside the loss, so that they are formed once (as in Liger Kernel, Hsu et al. 2024).
     """
     B, T, _ = x_BTD.shape
     rows = chunk or max(1, 2**24 // head_DV.shape[1])
@@ -80,7 +80,7 @@ def _forward(x_BTD, head_DV, labels_BT, weights_BT, vocab_size, z_loss, columns)
         total, nll, dhead_DV = carry
         x_RD, labels_R, weights_R = chunk
         logits_RV, logsum_R, nll_R, loss_R = _row_losses(x_RD, head_DV, labels_R, vocab_size, z_loss)
-        weights_R1 = jnp.where(weights_R == 0, 0, weights_R)[:, None]
+        weights_R1 = weights_R[:, None]
         scale_R1 = weights_R1 * (1 + 2 * z_loss * logsum_R[:, None])
         hit_RV = jnp.arange(logits_RV.shape[1]) == labels_R[:, None]
         dlogits_RV = scale_R1 * jnp.exp(logits_RV - logsum_R[:, None]) - jnp.where(hit_RV, weights_R1, 0)
@@ -97,11 +97,7 @@ def _forward(x_BTD, head_DV, labels_BT, weights_BT, vocab_size, z_loss, columns)
 
 
 def _backward(vocab_size, z_loss, columns, saved, cotangents):
-    return _scaled(cotangents[0], saved)
-
-
-def _scaled(g, saved):
-    dx_BTD, dhead_DV, dweights_BT = ((g * s).astype(s.dtype) for s in saved)  # g itself keeps its float32
+    dx_BTD, dhead_DV, dweights_BT = ((cotangents[0] * s).astype(s.dtype) for s in saved)  # scaled in float32
     return dx_BTD, dhead_DV, None, dweights_BT
 
 

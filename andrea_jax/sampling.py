@@ -68,7 +68,7 @@ def choose_tokens(keys_B: jax.Array, logits_BV: jax.Array, allowed_V: jax.Array,
     logits_BV = logits_BV - logits_BV.max(-1, keepdims=True)
 
     def draw() -> jax.Array:
-        scaled_BV = jnp.where(allowed_V, logits_BV / jnp.maximum(limits.temperature, 1e-30), -jnp.inf)
+        scaled_BV = logits_BV / jnp.maximum(limits.temperature, 1e-30)
         return jax.vmap(jax.random.categorical)(keys_B, cut_logits(scaled_BV, limits))
 
     tokens_B = jax.lax.cond(limits.temperature > 0, draw, lambda: logits_BV.argmax(-1))

@@ -21,7 +21,7 @@ class ScheduleConfig:
         "cosine", "cosine, warmup-stable-decay, or constant; each times the warm-up"
     )
     peak: float = setting(6e-4, "largest learning rate", above=0)
-    floor: float = setting(0.1, "last learning rate / peak (cosine and wsd)", at_least=0, at_most=1)
+    floor: float | None = setting(None, "last learning rate / peak (cosine and wsd); None: 0.1", at_least=0, at_most=1)
     warmup: int = setting(2000, "steps of linear warm-up: factor min(1, (t + 1) / warmup)", at_least=0)
     length: int | None = setting(None, "steps from start to floor (cosine and wsd); None: train.steps", at_least=1)
     decay: int | None = setting(None, "last steps, over which wsd falls; None: a fifth of its length", at_least=1)
@@ -32,10 +32,9 @@ class ScheduleConfig:
             raise UserError(
                 f"schedule.decay = {self.decay} has no effect with schedule.kind = '{self.kind}'; only with 'wsd'"
             )
-        if self.length is not None and self.kind == "constant":
-            raise UserError(f"schedule.length = {self.length} has no effect with schedule.kind = 'constant'")
-        if self.length is not None and self.decay is not None and self.decay > self.length:
-            raise UserError(f"schedule.decay = {self.decay} is longer than schedule.length = {self.length}")
+        for name, value in (("length", self.length), ("floor", self.floor)):
+            if value is not None and self.kind == "constant":
+                raise UserError(f"schedule.{name} = {value} has no effect with schedule.kind = 'constant'")
 
 
 def make_schedule(config: ScheduleConfig, steps: int) -> Callable[[jax.Array | int], jax.Array]:
@@ -44,9 +43,15 @@ def make_schedule(config: ScheduleConfig, steps: int) -> Callable[[jax.Array | i
     cosine: peak * (floor + (1 - floor) * (1 + cos(pi t / length)) / 2) * min(1, (t + 1) / warmup); after `length` the
     floor.
     wsd: peak, then linear to peak * floor over the last `decay` steps of `length`. The warm-up factor multiplies each.
+
+    Raises:
+        UserError: a decay longer than the schedule.
     """
     length = config.length or steps
     decay = config.decay or max(1, length // 5)
+    floor = 0.1 if config.floor is None else config.floor
+    if config.kind == "wsd" and decay > length:
+        raise UserError(f"schedule.decay = {decay} is longer than the schedule, {length} steps")
 
     def learning_rate(t: jax.Array | int) -> jax.Array:
         t = jnp.asarray(t, jnp.float32)
@@ -56,7 +61,6 @@ def make_schedule(config: ScheduleConfig, steps: int) -> Callable[[jax.Array | i
             shape = jnp.clip((length - t) / decay, 0, 1)
         else:
             shape = jnp.ones_like(t)
-        factor = config.floor + (1 - config.floor) * shape
-        return config.peak * factor * jnp.minimum(1, (t + 1) / max(config.warmup, 1))
+        return config.peak * (floor + (1 - floor) * shape) * jnp.minimum(1, (t + 1) / max(config.warmup, 1))
 
     return learning_rate

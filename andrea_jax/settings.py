@@ -10,6 +10,8 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
 
 
@@ -39,7 +41,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def check_fields(config: Any) -> None:
     """Refuses a field of the wrong type, outside its choices or outside its range.
 
-    Integers are accepted, and stored as floats, where a float is expected.
+    Integers are accepted, and stored as floats, where a float is expected; NumPy's numbers are stored as Python's.
 
     Raises:
         UserError: naming the field as a user writes it, its value, and what would be right.
@@ -49,6 +51,9 @@ def check_fields(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         hint = hints[field.name]
+        if isinstance(value, np.number):
+            value = value.item()
+            object.__setattr__(config, field.name, value)
         if type(value) is int and not accepts(hint, value) and abs(value) < 2**1000 and accepts(hint, float(value)):
             value = float(value)
             object.__setattr__(config, field.name, value)

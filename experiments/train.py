@@ -44,6 +44,8 @@ def introduce(config: RunConfig, corpus, report: ConsoleReport) -> None:
         report.say(f"         {len(skipped)} files were left out as binary: {', '.join(skipped[:3])} ...")
     device = jax.devices()[0]
     report.say(f"device   {jax.device_count()} x {device.device_kind}, {dtype.name}, attention {back_end}")
+    if config.train.steps <= config.schedule.warmup:
+        report.say(f"note: the run ends within its warm-up (schedule.warmup = {config.schedule.warmup})")
     epochs = config.train.steps * windows / len(corpus.train)
     report.say(
         f"run      {config.train.run_dir}: {config.train.steps:,} steps of {windows:,} tokens, {epochs:.1f} epochs"

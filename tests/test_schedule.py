@@ -78,7 +78,7 @@ def test_the_rate_is_float32_also_for_traced_steps():
             "schedule.decay = 5 has no effect with schedule.kind = 'cosine'; only with 'wsd'",
         ),
         ({"kind": "constant", "length": 5}, "schedule.length = 5 has no effect with schedule.kind = 'constant'"),
-        ({"kind": "wsd", "length": 5, "decay": 6}, "schedule.decay = 6 is longer than schedule.length = 5"),
+        ({"kind": "constant", "floor": 0.5}, "schedule.floor = 0.5 has no effect with schedule.kind = 'constant'"),
         ({"peak": 0}, "schedule.peak = 0.0: must be above 0"),
         ({"floor": 1.5}, "schedule.floor = 1.5: must be at most 1"),
         ({"warmup": -1}, "schedule.warmup = -1: must be at least 0"),
@@ -88,3 +88,9 @@ def test_settings_without_effect_or_outside_their_range_are_refused(fields, mess
     with pytest.raises(UserError) as error:
         ScheduleConfig(**fields)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(("fields", "steps"), [({"length": 5}, 100), ({}, 5)])
+def test_a_decay_longer_than_the_schedule_is_refused(fields, steps):
+    with pytest.raises(UserError, match=r"^schedule\.decay = 6 is longer than the schedule, 5 steps$"):
+        make_schedule(ScheduleConfig("wsd", decay=6, **fields), steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def attention(p: Mapping[str, jax.Array], x_BTD: jax.Array, attend: Attend) -> j
     if "b_qkv" in p:
         qkv_BTNSH = qkv_BTNSH + p["b_qkv"].astype(dtype)
     y_BTNH = attend(qkv_BTNSH[..., 0, :], qkv_BTNSH[..., 1, :], qkv_BTNSH[..., 2, :])
-    y_BTD = y_BTNH.reshape(x_BTD.shape) @ p["out"].astype(dtype).reshape(-1, D)
+    y_BTD = y_BTNH.reshape(*x_BTD.shape[:-1], -1) @ p["out"].astype(dtype).reshape(-1, D)
     return y_BTD + p["b_out"].astype(dtype) if "b_out" in p else y_BTD
 
 
@@ -42,8 +42,11 @@ def causal_attend(engine: EngineConfig, segments_BT: jax.Array | None = None) ->
             return explicit_attention(q_BTNH, k_BTNH, v_BTNH, segments_BT)
         if back_end == "blockwise":
             return blockwise_attention(q_BTNH, k_BTNH, v_BTNH, segments_BT, engine.attention_block)
+        implementation: Literal["cudnn", "xla"] = "cudnn" if back_end == "cudnn" else "xla"
         mask = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
-        return jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, mask=mask, is_causal=True, implementation=back_end)
+        return jax.nn.dot_product_attention(
+            q_BTNH, k_BTNH, v_BTNH, mask=mask, is_causal=True, implementation=implementation
+        )
 
     return jax.checkpoint(attend) if engine.remat == "attention" else attend
 

@@ -9,7 +9,7 @@ from andrea_jax.config import ModelConfig, andrea_nano
 from andrea_jax.data.config import DataConfig
 from andrea_jax.engine import EngineConfig
 from andrea_jax.optimizer import OptimizerConfig
-from andrea_jax.schedule import ScheduleConfig
+from andrea_jax.schedule import ScheduleConfig, make_schedule
 from andrea_jax.settings import UserError, check_fields, setting
 
 
@@ -58,3 +58,8 @@ class RunConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        make_schedule(self.schedule, self.train.steps)
+        if self.engine.dtype == "float16":
+            raise UserError("engine.dtype = 'float16' cannot train: its gradients underflow; use 'bfloat16'")

@@ -58,8 +58,8 @@ def train(config: RunConfig, corpus: TokenCorpus, report: Report | None = None, 
 def _train(config: RunConfig, corpus: TokenCorpus, report: Report, config_text: str, run_dir: Path) -> Result:
     options, tokenizer = config.train, corpus.tokenizer
     sizes = (options.batch_size, config.model.context_length)
-    documents = dict(mask_documents=config.data.mask_documents, bos=tokenizer.bos)
-    batches = make_batches(corpus.train, *sizes, options.seed, **documents)
+    documents = (config.data.mask_documents, tokenizer.bos)
+    batches = make_batches(corpus.train, *sizes, options.seed, *documents)
     state, tokens = start_state(config, corpus, report)
     first = int(state.step)
     if config_text:
@@ -86,7 +86,7 @@ def _train(config: RunConfig, corpus: TokenCorpus, report: Report, config_text: 
                     meter.catch_up()  # nothing is evaluated or saved before its own metrics were seen
                 if evaluating:
                     with meter.timed("evaluation"):
-                        windows = eval_batches(corpus.validation, *sizes, options.eval_windows, **documents)
+                        windows = eval_batches(corpus.validation, *sizes, options.eval_windows, *documents)
                         validation = evaluate(
                             state.params, windows, config.model, tokenizer.byte_lengths, config.engine
                         )

@@ -36,7 +36,8 @@ class Meter:
     ):
         self._last_saved = last_saved
         self._config, self._log, self._report = config, log, report
-        self._first, self._pending = first, None
+        self._first = first
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._records: list[dict[str, float]] = []
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self.tokens = tokens

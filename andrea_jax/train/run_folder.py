@@ -71,9 +71,10 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
-        for other in (self._tensorboard, self._wandb):
-            if other:
-                getattr(other, "finish", getattr(other, "close", None))()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
 
 
 def _tensorboard(run_dir: Path, start_step: int) -> Any:
