@@ -12,15 +12,20 @@ from andrea_jax.config import (
     andrea_nano,
 )
 from andrea_jax.engine import EngineConfig
+from andrea_jax.evaluate import evaluate
+from andrea_jax.generate import generate, stream
 from andrea_jax.loss import cross_entropy, loss_fn
 from andrea_jax.model import block_forward, model_forward
 from andrea_jax.parameters import abstract_params, count_parameters, decay_mask, init_params, specs
-from andrea_jax.settings import UserError
+from andrea_jax.sampling import SamplingConfig
+from andrea_jax.settings import RunError, UserError
 
 __all__ = [
     "PRESETS",
     "EngineConfig",
     "ModelConfig",
+    "RunError",
+    "SamplingConfig",
     "UserError",
     "abstract_params",
     "andrea_12m",
@@ -33,9 +38,12 @@ __all__ = [
     "count_parameters",
     "cross_entropy",
     "decay_mask",
+    "evaluate",
+    "generate",
     "init_params",
     "load_checkpoint",
     "loss_fn",
     "model_forward",
     "specs",
+    "stream",
 ]

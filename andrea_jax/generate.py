@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -81,10 +82,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Text, context_length: int) -> np
 
 
 def _newline(tokenizer: Tokenizer) -> np.ndarray:
-    try:
+    ids = np.zeros(0, np.int32)
+    with contextlib.suppress(UserError):
         ids = tokenizer.encode("\n")
-    except UserError:
-        ids = []
     return ids if len(ids) else np.zeros(1, np.int32)
 
 

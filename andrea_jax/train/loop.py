@@ -11,7 +11,7 @@ import jax
 from andrea_jax.checkpoint import complete_steps, last_saved, open_for_saving, save
 from andrea_jax.data.windows import eval_batches, iterate, make_batches
 from andrea_jax.evaluate import evaluate
-from andrea_jax.generate import SamplingConfig, generate
+from andrea_jax.generate import SamplingConfig, encode_prompt, generate
 from andrea_jax.inspect.plots import plot_loss
 from andrea_jax.settings import RunError
 from andrea_jax.train.config import RunConfig
@@ -59,6 +59,7 @@ def _train(config: RunConfig, corpus: TokenCorpus, report: Report, config_text: 
     options, tokenizer = config.train, corpus.tokenizer
     sizes = (options.batch_size, config.model.context_length)
     documents = (config.data.mask_documents, tokenizer.bos)
+    encode_prompt(tokenizer, options.sample_prompt, config.model.context_length)  # refused now, not at the first sample
     batches = make_batches(corpus.train, *sizes, options.seed, *documents)
     state, tokens = start_state(config, corpus, report)
     first = int(state.step)
