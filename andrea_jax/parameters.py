@@ -16,13 +16,22 @@ Params = dict[str, Any]
 Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
+class Matrix(NamedTuple):
+    """The axes that a product sums over and those that it makes; a tensor's other axes count separate matrices."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
 class Spec(NamedTuple):
-    """One tensor: its shape, the logical name of each axis, how it starts, and whether weight decay touches it."""
+    """One tensor: its shape, the logical name of each axis, how it starts, whether weight decay touches it, and, for
+    the products inside blocks, how it is a matrix."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Init
     decayed: bool = False
+    matrix: Matrix | None = None
 
 
 def normal(std: float) -> Init:
@@ -40,25 +49,31 @@ def zeros(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def specs(config: ModelConfig) -> dict[str, Any]:
     """The spec tree; a model's parameters have this structure. Blocks are stacked on a leading axis L.
 
-    Token and position tables: normal, std 1/sqrt(D), so that neither drowns the other. Matrices: normal, std 0.02; the
-    two of a block that write into the residual stream: 0.02/sqrt(2L), so that the stream's size does not grow with
-    depth (GPT-2). Gains start at 1, shifts and biases at 0.
+    Token and position tables: normal, std 1/sqrt(D), so that neither drowns the other; the stream then starts with a
+    root mean square of sqrt(2/D). Matrices: normal, std sqrt(2/(5D)) (Nguyen and Salazar 2019); the two of a block that
+    write into the stream, times its root mean square and 1/sqrt(2L), so that a block starts as nearly the identity at
+    any width and depth. Gains start at 1, shifts and biases at 0.
     """
     L, D, F, N, H = config.n_layer, config.d_model, config.mlp_dim, config.n_head, config.head_dim
-    dense, branch = normal(0.02), normal(0.02 / math.sqrt(2 * L))
+    small = math.sqrt(2 / (5 * D))
+    dense, branch = normal(small), normal(small * math.sqrt(2 / D) / math.sqrt(2 * L))
 
-    def stacked(init: Init, decayed: bool = False, **axes: int) -> Spec:
-        return Spec((L, *axes.values()), ("layer", *axes), init, decayed)
+    def stacked(init: Init, matrix: Matrix | None = None, **axes: int) -> Spec:
+        return Spec((L, *axes.values()), ("layer", *axes), init, matrix is not None, matrix)
 
     def norm(add: Callable[..., Spec]) -> dict[str, Spec]:
         gain = {"gain": add(ones, embed=D)} if config.norm_gain else {}
         return gain | ({"shift": add(zeros, embed=D)} if config.norm_shift else {})
 
+    embed, heads, hidden = ("embed",), ("heads", "head_dim"), ("mlp",)
     attention = {
-        "qkv": stacked(dense, True, embed=D, heads=N, qkv=3, head_dim=H),
-        "out": stacked(branch, True, heads=N, head_dim=H, embed=D),
+        "qkv": stacked(dense, Matrix(embed, heads), embed=D, heads=N, qkv=3, head_dim=H),
+        "out": stacked(branch, Matrix(heads, embed), heads=N, head_dim=H, embed=D),
     }
-    mlp = {"w_1": stacked(dense, True, embed=D, mlp=F), "w_2": stacked(branch, True, mlp=F, embed=D)}
+    mlp = {
+        "w_1": stacked(dense, Matrix(embed, hidden), embed=D, mlp=F),
+        "w_2": stacked(branch, Matrix(hidden, embed), mlp=F, embed=D),
+    }
     if config.attention_bias:
         attention |= {"b_qkv": stacked(zeros, heads=N, qkv=3, head_dim=H), "b_out": stacked(zeros, embed=D)}
     if config.mlp_bias:

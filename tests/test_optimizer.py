@@ -40,9 +40,9 @@ def adamw(params, gradients, config, rate):
 @pytest.mark.parametrize(
     "config",
     [
-        OptimizerConfig(b1=0.9, b2=0.99, weight_decay=0.1, clip_norm=1.0),
-        OptimizerConfig(b1=0.8, b2=0.95, eps=1e-2, weight_decay=0.0, clip_norm=None),
-        OptimizerConfig(b1=0.0, b2=0.5, weight_decay=2.0, clip_norm=1e9),
+        OptimizerConfig("adamw", b1=0.9, b2=0.99, weight_decay=0.1, clip_norm=1.0),
+        OptimizerConfig("adamw", b1=0.8, b2=0.95, eps=1e-2, weight_decay=0.0, clip_norm=None),
+        OptimizerConfig("adamw", b1=0.0, b2=0.5, weight_decay=2.0, clip_norm=1e9),
     ],
 )
 def test_several_steps_equal_float64(config):
@@ -64,7 +64,9 @@ def test_several_steps_equal_float64(config):
 
 def test_the_clip_takes_the_norm_over_all_tensors_together():
     """With b1 = b2 = 0 and a large eps the direction is the clipped gradient / eps."""
-    optimizer = make_optimizer(OptimizerConfig(b1=0.0, b2=0.0, eps=1e9, weight_decay=0.0, clip_norm=2.0), MODEL)
+    optimizer = make_optimizer(
+        OptimizerConfig("adamw", b1=0.0, b2=0.0, eps=1e9, weight_decay=0.0, clip_norm=2.0), MODEL
+    )
     grads = like_params(np.random.default_rng(1))
     direction, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)
     clipped = {name: 1e9 * d for name, d in by_name(direction).items()}
@@ -78,7 +80,7 @@ def test_the_clip_takes_the_norm_over_all_tensors_together():
 def test_decay_moves_the_matrices_only():
     params = like_params(np.random.default_rng(2))
     zero = jax.tree.map(jnp.zeros_like, params)
-    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5), MODEL)
+    optimizer = make_optimizer(OptimizerConfig("adamw", weight_decay=0.5), MODEL)
     direction, _ = jax.jit(optimizer.update)(zero, optimizer.init(params), params)
     before = by_name(params)
     for name, d in by_name(direction).items():
@@ -87,7 +89,7 @@ def test_decay_moves_the_matrices_only():
 
 def test_the_moments_are_float32_and_shaped_like_the_parameters():
     params = like_params(np.random.default_rng(3))
-    adam = next(s for s in make_optimizer(OptimizerConfig(), MODEL).init(params) if hasattr(s, "mu"))
+    adam = next(s for s in make_optimizer(OptimizerConfig("adamw"), MODEL).init(params) if hasattr(s, "mu"))
     for moments in (adam.mu, adam.nu):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), moments) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
 

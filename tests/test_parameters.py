@@ -88,11 +88,11 @@ def test_the_count_is_the_sum_on_paper(V, T, heads, head_dim, L, R, switches, mu
     [
         ("token_embedding", 24**-0.5),
         ("position_embedding", 24**-0.5),
-        ("head", 0.02),
-        ("blocks.attention.qkv", 0.02),
-        ("blocks.mlp.w_1", 0.02),
-        ("blocks.attention.out", 0.02 / math.sqrt(2 * 3)),
-        ("blocks.mlp.w_2", 0.02 / math.sqrt(2 * 3)),
+        ("head", math.sqrt(2 / (5 * 24))),
+        ("blocks.attention.qkv", math.sqrt(2 / (5 * 24))),
+        ("blocks.mlp.w_1", math.sqrt(2 / (5 * 24))),
+        ("blocks.attention.out", math.sqrt(2 / (5 * 24) * 2 / 24 / (2 * 3))),
+        ("blocks.mlp.w_2", math.sqrt(2 / (5 * 24) * 2 / 24 / (2 * 3))),
     ],
 )
 def test_matrices_start_normal_with_their_std(name, std):

@@ -23,6 +23,7 @@ OPTIONS = dict(
     train__accumulate=2,
     train__keep_last=1,
     ModelConfig__dropout=0.1,
+    data__mask_documents=True,
 )
 
 

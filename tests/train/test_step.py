@@ -25,7 +25,7 @@ MODEL = ModelConfig(vocab_size=V, context_length=T, d_model=8, n_layer=2, n_head
 CONFIG = RunConfig(
     model=MODEL,
     train=TrainConfig(steps=10, batch_size=B, z_loss=1e-3),
-    optimizer=OptimizerConfig(clip_norm=0.5),
+    optimizer=OptimizerConfig("adamw", b2=0.99, clip_norm=0.5),
     schedule=ScheduleConfig(peak=0.01, warmup=4),
     engine=EngineConfig(blocks="scan"),
 )
@@ -72,7 +72,7 @@ def dropout_step():
 def test_three_steps_equal_optax_adamw(step):
     schedule = make_schedule(CONFIG.schedule, 10)
     mask = decay_mask(MODEL)
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, weight_decay=0.1, mask=mask))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, b2=0.99, weight_decay=0.1, mask=mask))
 
     @jax.jit
     def peer_step(params, state, batch):
