@@ -38,12 +38,11 @@ def normal(std: float) -> Init:
     return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
 
 
-def ones(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.ones(shape, jnp.float32)
+def constant(value: float) -> Init:
+    return lambda key, shape: jnp.full(shape, value, jnp.float32)
 
 
-def zeros(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.zeros(shape, jnp.float32)
+ones, zeros = constant(1.0), constant(0.0)
 
 
 def specs(config: ModelConfig) -> dict[str, Any]:
@@ -52,7 +51,8 @@ def specs(config: ModelConfig) -> dict[str, Any]:
     Token and position tables: normal, std 1/sqrt(D), so that neither drowns the other; the stream then starts with a
     root mean square of sqrt(2/D). Matrices: normal, std sqrt(2/(5D)) (Nguyen and Salazar 2019); the two of a block that
     write into the stream, times its root mean square and 1/sqrt(2L), so that a block starts as nearly the identity at
-    any width and depth. Gains start at 1, shifts and biases at 0.
+    any width and depth. Gains start at 1, but the final one of a tied model at 1/sqrt(D): the token table's rows are of
+    length 1 there, so that the first logits are of size 1 and the loss starts near ln V. Shifts and biases start at 0.
     """
     L, D, F, N, H = config.n_layer, config.d_model, config.mlp_dim, config.n_head, config.head_dim
     small = math.sqrt(2 / (5 * D))
@@ -61,8 +61,8 @@ def specs(config: ModelConfig) -> dict[str, Any]:
     def stacked(init: Init, matrix: Matrix | None = None, **axes: int) -> Spec:
         return Spec((L, *axes.values()), ("layer", *axes), init, matrix is not None, matrix)
 
-    def norm(add: Callable[..., Spec]) -> dict[str, Spec]:
-        gain = {"gain": add(ones, embed=D)} if config.norm_gain else {}
+    def norm(add: Callable[..., Spec], gain_init: Init = ones) -> dict[str, Spec]:
+        gain = {"gain": add(gain_init, embed=D)} if config.norm_gain else {}
         return gain | ({"shift": add(zeros, embed=D)} if config.norm_shift else {})
 
     embed, heads, hidden = ("embed",), ("heads", "head_dim"), ("mlp",)
@@ -82,7 +82,9 @@ def specs(config: ModelConfig) -> dict[str, Any]:
         "token_embedding": Spec((config.padded_vocab_size, D), ("vocab", "embed"), normal(D**-0.5)),
         "position_embedding": Spec((config.context_length, D), ("position", "embed"), normal(D**-0.5)),
         "blocks": {"attention_norm": norm(stacked), "attention": attention, "mlp_norm": norm(stacked), "mlp": mlp},
-        "final_norm": norm(lambda init, embed: Spec((embed,), ("embed",), init)),
+        "final_norm": norm(
+            lambda init, embed: Spec((embed,), ("embed",), init), constant(D**-0.5) if config.tie_embeddings else ones
+        ),
     }
     if not config.tie_embeddings:
         tree["head"] = Spec((D, config.padded_vocab_size), ("embed", "vocab"), dense, True)

@@ -223,6 +223,16 @@ def test_a_block_is_nearly_the_identity_at_init_on_the_stream_that_it_meets(widt
     assert 0 < jnp.linalg.norm(delta) < 0.7 / math.sqrt(2 * depth) * jnp.linalg.norm(x_BTD)
 
 
+def test_the_loss_of_a_tied_model_at_init_is_near_chance():
+    """Rows of length 1 times a stream of length 1: a token's own logit is below 1, the others' std is 1/sqrt(D)."""
+    config = ModelConfig(1000, 32, 256, 2, 4)
+    tokens = np.random.default_rng(0).integers(0, 1000, (4, 33))
+    batch = {"tokens_BT": tokens[:, :-1], "targets_BT": tokens[:, 1:], "weights_BT": np.ones((4, 32), np.float32)}
+    params = init_params(jax.random.key(0), config)
+    loss, _ = jax.jit(lambda p: loss_fn(p, batch, config, EngineConfig(blocks="scan")))(params)
+    assert abs(loss - math.log(1000)) < 0.05
+
+
 def test_the_loss_at_init_is_near_chance(at_init):
     """An untied head of std sqrt(2/(5D)) over a normed stream gives normal logits of variance 2/5."""
     tokens = np.random.default_rng(0).integers(0, 1000, (16, 33))
