@@ -20,9 +20,9 @@ class ScheduleConfig:
     kind: Literal["cosine", "wsd", "constant"] = setting(
         "cosine", "cosine, warmup-stable-decay, or constant; each times the warm-up"
     )
-    peak: float = setting(6e-4, "largest learning rate", above=0)
-    floor: float | None = setting(None, "last learning rate / peak (cosine and wsd); None: 0.1", at_least=0, at_most=1)
-    warmup: int = setting(2000, "steps of linear warm-up: factor min(1, (t + 1) / warmup)", at_least=0)
+    peak: float = setting(8e-3, "largest learning rate", above=0)
+    floor: float | None = setting(None, "last learning rate / peak (cosine and wsd); None: 0", at_least=0, at_most=1)
+    warmup: int = setting(100, "steps of linear warm-up: factor min(1, (t + 1) / warmup)", at_least=0)
     length: int | None = setting(None, "steps from start to floor (cosine and wsd); None: train.steps", at_least=1)
     decay: int | None = setting(None, "last steps, over which wsd falls; None: a fifth of its length", at_least=1)
 
@@ -49,7 +49,7 @@ def make_schedule(config: ScheduleConfig, steps: int) -> Callable[[jax.Array | i
     """
     length = config.length or steps
     decay = config.decay or max(1, length // 5)
-    floor = 0.1 if config.floor is None else config.floor
+    floor = config.floor or 0.0
     if config.kind == "wsd" and decay > length:
         raise UserError(f"schedule.decay = {decay} is longer than the schedule, {length} steps")
 

@@ -277,3 +277,7 @@ def test_a_section_is_named_whole_or_by_setting():
     assert names == engine | {"ModelConfig.vocab_size"}
     with pytest.raises(ValueError, match="modl"):
         names_in(["modl"])
+
+
+def test_the_nano_file_says_what_happens_without_a_file():
+    assert run_config(["andrea_nano"])[0] == RunConfig()

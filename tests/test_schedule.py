@@ -60,8 +60,8 @@ def test_no_warmup_starts_at_the_peak(warmup):
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
 def test_a_length_of_its_own_replaces_the_steps(kind):
     times = [0, 10, 15, 20, 25]
-    own = rates(ScheduleConfig(kind, 1.0, warmup=0, length=20), 1000, times)
-    np.testing.assert_array_equal(own, rates(ScheduleConfig(kind, 1.0, warmup=0), 20, times))
+    own = rates(ScheduleConfig(kind, 1.0, floor=0.1, warmup=0, length=20), 1000, times)
+    np.testing.assert_array_equal(own, rates(ScheduleConfig(kind, 1.0, floor=0.1, warmup=0), 20, times))
     assert own[-1] == np.float32(0.1)
 
 

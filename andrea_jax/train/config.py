@@ -28,11 +28,11 @@ class TrainConfig:
         "stop", "at a loss or gradient that is not finite: stop the run, or skip the step"
     )
     log_every: int = setting(10, "steps between lines of metrics.jsonl", at_least=1)
-    eval_every: int = setting(500, "steps between evaluations", at_least=1)
+    eval_every: int = setting(250, "steps between evaluations", at_least=1)
     eval_windows: int | None = setting(
         None, "windows of the validation split that are evaluated; None: all", at_least=1
     )
-    save_every: int = setting(500, "steps between checkpoints", at_least=1)
+    save_every: int = setting(250, "steps between checkpoints", at_least=1)
     keep_last: int = setting(2, "newest checkpoints kept, beside the best", at_least=1)
     sample_every: int = setting(500, "steps between samples", at_least=1)
     sample_tokens: int = setting(120, "tokens of a sample", at_least=1)
