@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
 from andrea_jax.config import ModelConfig
@@ -177,6 +178,12 @@ def check_fingerprints(folder: Path, step: int, params: Params) -> None:
 
 
 def _restore(folder: Path, step: int, item: str, abstract: Any) -> Any:
+    here = SingleDeviceSharding(jax.devices()[0])  # not where it was saved: those devices may not exist
+
+    def place(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or here)
+
+    abstract = jax.tree.map(place, abstract)
     with _reading(folder, step), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
         return reader.restore((folder / str(step) / item).absolute(), args=ocp.args.StandardRestore(abstract))
 

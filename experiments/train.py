@@ -6,18 +6,27 @@ import sys
 
 import flags
 import jax
+from absl import flags as absl_flags
+from rich.console import Console
 
+from andrea_jax.inspect.parameter_table import parameter_table
 from andrea_jax.layers.attention import check_attention, choose_back_end
-from andrea_jax.parameters import count_parameters
+from andrea_jax.optimizer import group_of
+from andrea_jax.parameters import count_parameters, map_specs, path_name
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.corpus import open_corpus
 from andrea_jax.train.loop import Result, describe, train
 from andrea_jax.train.report import ConsoleReport
 
+FLAGS = absl_flags.FlagValues()
+absl_flags.DEFINE_bool("print_parameters", False, "print every tensor of the model, and stop", flag_values=FLAGS)
 STOPPED = 75  # EX_TEMPFAIL: run the same command again
 
 
 def run(config: RunConfig, bound: dict[str, str]) -> int:
+    if FLAGS["print_parameters"].value:
+        Console(width=140).print(parameter_table(config.model, config.optimizer))
+        return 0
     report = ConsoleReport()
     config, corpus = open_corpus(config, bound, report.preparing)
     check_attention(config.engine, config.engine.activation_dtype, config.model.head_dim)
@@ -44,6 +53,9 @@ def introduce(config: RunConfig, corpus, report: ConsoleReport) -> None:
         report.say(f"         {len(skipped)} files were left out as binary: {', '.join(skipped[:3])} ...")
     device = jax.devices()[0]
     report.say(f"device   {jax.device_count()} x {device.device_kind}, {dtype.name}, attention {back_end}")
+    groups = map_specs(lambda _, spec: group_of(config.optimizer, spec), model)
+    muon = [path_name(path) for path, group in jax.tree.leaves_with_path(groups) if group == "muon"]
+    report.say("optim    " + (f"muon on {', '.join(muon)}; adamw on the rest" if muon else "adamw on all tensors"))
     if config.train.steps <= config.schedule.warmup:
         report.say(f"note: the run ends within its warm-up (schedule.warmup = {config.schedule.warmup})")
     epochs = config.train.steps * windows / len(corpus.train)
@@ -70,4 +82,4 @@ def conclude(result: Result, report: ConsoleReport) -> None:
 
 
 if __name__ == "__main__":
-    flags.main(run, __doc__)
+    flags.main(run, __doc__, FLAGS)

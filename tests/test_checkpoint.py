@@ -1,4 +1,8 @@
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -104,3 +108,25 @@ def test_a_model_with_unknown_settings_is_refused(run):
     meta["model"]["warp_drive"] = True
     with pytest.raises(UserError, match="warp_drive"):
         model_config(meta)
+
+
+def test_parameters_sharded_over_eight_devices_are_restored_onto_one(tmp_path):
+    script = f"""
+import jax, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_checkpoint import *
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+mesh = Mesh(jax.devices(), "x")
+state = state_at(3)
+spec = lambda x: PartitionSpec("x") if x.ndim and x.shape[0] % 8 == 0 else PartitionSpec()
+row = lambda x: jax.device_put(x, NamedSharding(mesh, spec(x)))
+state = jax.tree.map(row, state)
+assert len(state.params["position_embedding"].sharding.device_set) == 8
+with open_for_saving(Path({str(tmp_path)!r}) / "checkpoints", 1) as manager:
+    save(manager, state, META, None)
+"""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+    params, _, _ = load_checkpoint(tmp_path)
+    assert fingerprints(params) == fingerprints(state_at(3).params)
+    assert params["position_embedding"].devices() == {jax.devices()[0]}

@@ -39,7 +39,8 @@ def test_settings_and_own_flags_reach_the_script(call, tmp_path):
         print(*sorted(bound))
 
     code, out, err = call(
-        "--gin.train.steps", "100", "--gin.data.path=my.txt", "--gin_bindings=train.seed = 7", f"--gin_file={tmp_path}/my.gin",
+        "--gin.train.steps", "100", "--gin.data.path=my.txt", "--gin_bindings=train.seed = 7",
+        f"--gin_file={tmp_path}/my.gin",
         "--checkpoint=A", "--json", "--stop=a", "--stop=b", run=run,
     )  # fmt: skip
     assert (code, err) == (0, "")

@@ -26,7 +26,7 @@ CONFIG = RunConfig(
     model=MODEL,
     train=TrainConfig(steps=10, batch_size=B, z_loss=1e-3),
     optimizer=OptimizerConfig("adamw", b2=0.99, clip_norm=0.5),
-    schedule=ScheduleConfig(peak=0.01, warmup=4),
+    schedule=ScheduleConfig(peak=0.01, floor=0.1, warmup=4),
     engine=EngineConfig(blocks="scan"),
 )
 DROPOUT = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, dropout=0.5))
