@@ -29,6 +29,9 @@ class EngineConfig:
     remat: Literal["none", "attention", "block"] = setting(
         "none", "what is recomputed in the backward pass to save memory"
     )
+    kernels: Literal["auto", "xla", "pallas"] = setting(
+        "auto", "norms and GELU; auto: a Pallas kernel on a GPU where it moves fewer bytes than XLA's best form"
+    )
     loss_chunk: int = setting(0, "rows of logits held at a time by the loss; 0: chosen from the vocabulary", at_least=0)
 
     def __post_init__(self) -> None:

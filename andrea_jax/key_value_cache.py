@@ -78,7 +78,7 @@ def decode_step(
     )
     x_BTD, new = _run_blocks(params, x_BD[:, None], cache, attend, config)
     cache = jax.tree.map(lambda old, new: old.at[:, rows_B, positions_B].set(new[:, :, 0]), cache, new)
-    x_BD = layer_norm(params["final_norm"], x_BTD[:, 0], config.norm_eps)
+    _, x_BD = layer_norm(params["final_norm"], x_BTD[:, 0], config.norm_eps)
     head_DV = output_matrix(params, config)[:, : config.vocab_size]
     return jnp.matmul(x_BD, head_DV.astype(x_BD.dtype), preferred_element_type=jnp.float32), cache
 

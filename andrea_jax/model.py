@@ -13,6 +13,7 @@ from andrea_jax.layers.mlp import mlp
 from andrea_jax.layers.norm import layer_norm
 from andrea_jax.parameters import Params
 from andrea_jax.settings import UserError
+from pallas_kernels.dispatch import Implementation
 
 ENGINE = EngineConfig()
 
@@ -23,6 +24,7 @@ def block_forward(
     config: ModelConfig,
     attend: Attend | None = None,
     dropout_key: jax.Array | None = None,
+    kernels: Implementation = "auto",
 ) -> jax.Array:
     """One pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); x's dtype is kept.
 
@@ -30,10 +32,10 @@ def block_forward(
     """
     attend = attend or causal_attend(ENGINE)
     key_1, key_2 = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    branch_BTD = attention(p["attention"], layer_norm(p["attention_norm"], x_BTD, config.norm_eps), attend)
-    x_BTD = x_BTD + dropout(branch_BTD, config.dropout, key_1)
-    branch_BTD = mlp(p["mlp"], layer_norm(p["mlp_norm"], x_BTD, config.norm_eps), config.activation)
-    return x_BTD + dropout(branch_BTD, config.dropout, key_2)
+    x_BTD, normed_BTD = layer_norm(p["attention_norm"], x_BTD, config.norm_eps, kernels)
+    x_BTD = x_BTD + dropout(attention(p["attention"], normed_BTD, attend), config.dropout, key_1)
+    x_BTD, normed_BTD = layer_norm(p["mlp_norm"], x_BTD, config.norm_eps, kernels)
+    return x_BTD + dropout(mlp(p["mlp"], normed_BTD, config.activation, kernels), config.dropout, key_2)
 
 
 def model_forward(
@@ -73,7 +75,7 @@ def hidden_forward(
     attend = causal_attend(engine, segments_BT)
 
     def block(x_BTD: jax.Array, p: Params, layer: jax.Array | int) -> jax.Array:
-        return block_forward(p, x_BTD, config, attend, fold_in(dropout_key, layer))
+        return block_forward(p, x_BTD, config, attend, fold_in(dropout_key, layer), engine.kernels)
 
     if engine.remat == "block":
         block = jax.checkpoint(block)
@@ -83,7 +85,7 @@ def hidden_forward(
     else:
         layers = (params["blocks"], jnp.arange(config.n_layer))
         x_BTD, _ = jax.lax.scan(lambda x_BTD, p_layer: (block(x_BTD, *p_layer), None), x_BTD, layers)
-    return layer_norm(params["final_norm"], x_BTD, config.norm_eps)
+    return layer_norm(params["final_norm"], x_BTD, config.norm_eps, engine.kernels)[1]
 
 
 def output_matrix(params: Params, config: ModelConfig) -> jax.Array:

@@ -1,25 +1,21 @@
-"""Layer normalisation."""
+"""Layer normalisation of the residual stream."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.residual_norm import residual_norm
 
 
-def layer_norm(p: Mapping[str, jax.Array], x_BTD: jax.Array, eps: float) -> jax.Array:
-    """gain * (x - mean) / sqrt(var + eps) + shift over D, in float32; the result has x's dtype.
+def layer_norm(
+    p: Mapping[str, jax.Array], x_BTD: jax.Array, eps: float, implementation: Implementation = "auto"
+) -> tuple[jax.Array, jax.Array]:
+    """(x, normed): normed = gain * (x - mean) / sqrt(var + eps) + shift over D, in float32, in x's dtype.
 
-    `gain` and `shift` [D] may each be absent. Ba, Kiros and Hinton 2016. The two-pass variance is exact far from
-    zero, and XLA turns it into one kernel on a GPU.
+    `gain` and `shift` [D] may each be absent. Going on with the x that is returned lets backward add its gradient in
+    the norm's own kernel. Ba, Kiros and Hinton 2016.
     """
-    x = x_BTD.astype(jnp.float32)
-    centred = x - x.mean(-1, keepdims=True)
-    variance = jnp.square(centred).mean(-1, keepdims=True)
-    y = centred * jax.lax.rsqrt(variance + eps)
-    if "gain" in p:
-        y = y * p["gain"]
-    if "shift" in p:
-        y = y + p["shift"]
-    return y.astype(x_BTD.dtype)
+    return residual_norm(x_BTD, None, p.get("gain"), p.get("shift"), eps, "layer", implementation)

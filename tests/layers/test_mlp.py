@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +57,11 @@ def test_gradients_equal_central_differences_in_float64(name):
 
 
 def test_the_lesson_on_gelu():
-    f = ACTIVATIONS["gelu"]
-    assert f(jnp.float32(0)) == 0
+    f = partial(ACTIVATIONS["gelu"], bias=None)
+    assert f(jnp.zeros(1)) == 0
     large = jnp.float32([10, 100, 1e6, 3e38])
     np.testing.assert_array_equal(f(large), large)
-    np.testing.assert_array_equal(f(-large), 0)
+    np.testing.assert_allclose(f(-large), 0, atol=1e-30)
     u = np.linspace(-6, 6, 1001)
     # 1 + tanh loses digits where tanh is near -1: an error of a few ulp of 1, times u / 2.
     np.testing.assert_allclose(f(jnp.float32(u)), gelu(u.astype(np.float32).astype(np.float64)), rtol=0, atol=12 * ULP)
@@ -68,15 +69,15 @@ def test_the_lesson_on_gelu():
 
 
 def test_relu_keeps_positive_numbers_and_drops_the_others():
-    np.testing.assert_array_equal(ACTIVATIONS["relu"](jnp.float32([-2, -0.0, 0, 3])), [0, 0, 0, 3])
+    np.testing.assert_array_equal(ACTIVATIONS["relu"](jnp.float32([-2, -0.0, 0, 3]), None), [0, 0, 0, 3])
 
 
-@pytest.mark.parametrize(("dtype", "large"), [("bfloat16", 3e4), ("float16", 100), ("float32", 3e4)])
+@pytest.mark.parametrize(("dtype", "large"), [("bfloat16", 3e4), ("float16", 6e4), ("float32", 3e4)])
 def test_activations_and_their_slopes_are_finite_at_large_inputs(dtype, large):
     u = jnp.asarray([-large, -50, 50, large], dtype)
-    for f in ACTIVATIONS.values():
+    for f in (partial(activation, bias=None) for activation in ACTIVATIONS.values()):
         np.testing.assert_array_equal(np.asarray(f(u), np.float32), np.maximum(np.float32(u), 0))
-        np.testing.assert_array_equal(np.asarray(jax.vmap(jax.grad(f))(u), np.float32), [0, 0, 1, 1])
+        np.testing.assert_array_equal(np.asarray(jax.grad(lambda u, f=f: f(u).sum())(u), np.float32), [0, 0, 1, 1])
 
 
 def test_bfloat16_keeps_its_dtype_and_errs_by_its_rounding():

@@ -3,12 +3,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from andrea_jax.layers.norm import layer_norm
+from andrea_jax.layers import norm
 
 EPS = 1e-5
 ULP = 2.0**-23
 D = 24
 GAIN, SHIFT = np.linspace(-1, 2, D), np.linspace(0, 1, D)
+
+
+def layer_norm(p, x, eps):
+    return norm.layer_norm(p, jnp.asarray(x), eps)[1]
 
 
 def reference(x, gain=1.0, shift=0.0, eps=EPS):
@@ -83,3 +87,12 @@ def test_bfloat16_is_rounded_once_at_the_end():
     expected = reference(x.astype(jnp.float32), GAIN, SHIFT)
     bound = 2**-8 * np.abs(expected) + 16 * ULP * np.abs(expected).max()
     assert np.all(np.abs(np.asarray(y, np.float64) - expected) <= bound)
+
+
+def test_the_stream_is_handed_through_and_its_gradient_added():
+    x, p = jnp.asarray(rows(1.0)), params(True, True)
+    (stream, _), vjp = jax.vjp(lambda x: norm.layer_norm(p, x, EPS), x)
+    np.testing.assert_array_equal(stream, x)
+    dstream, dy = (np.random.default_rng(s).standard_normal(x.shape).astype(np.float32) for s in (5, 6))
+    both, alone = vjp((dstream, dy))[0], vjp((jnp.zeros_like(x), dy))[0]
+    np.testing.assert_allclose(both, alone + dstream, rtol=0, atol=4 * ULP * np.abs(both).max())

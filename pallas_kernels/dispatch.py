@@ -1,0 +1,184 @@
+"""Which form of an operation runs, XLA's or a Pallas kernel, and why."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import launch
+
+Implementation = Literal["auto", "xla", "pallas", "jax_triton"]
+IMPLEMENTATIONS = ("auto", "xla", "pallas", "jax_triton")
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_ROWS = 2**30  # row numbers are int32
+MAX_WIDTH = {"residual_norm": 8192, "bias_gelu": 2**30}  # a norm's program holds whole rows in registers
+OLDEST = 8.0  # compute capability: Ampere
+
+
+class Default(NamedTuple):
+    """What `auto` runs on a GPU, and why."""
+
+    form: Literal["xla", "pallas"]
+    why: str
+
+
+# Bytes compiled for an H200 at 65,536 rows of bfloat16 (README.md has the table and the command), not timings:
+# no GPU has spoken yet. u is one [N, D] array, U one [N, F] array.
+AUTO: dict[tuple[str, str], Default] = {
+    ("residual_norm", "forward"): Default(
+        "xla", "XLA adds in the epilogue of the product before: no read is left to save"
+    ),
+    ("residual_norm", "backward"): Default("pallas", "3.1u against 5.1u: a row is read once, for means and sums alike"),
+    ("bias_gelu", "forward"): Default("xla", "XLA computes it in the epilogue of the product before"),
+    ("bias_gelu", "backward"): Default("pallas", "3.0U as XLA's best, but in loads of 16 bytes where XLA's take 2"),
+}
+NOTHING_TO_SUM = Default("xla", "without a parameter gradient to sum it is elementwise, which XLA does as well")
+
+
+class Plan(NamedTuple):
+    """Which directions run as kernels; `interpret`: also where there is no GPU, in Pallas' interpreter."""
+
+    forward: bool
+    backward: bool
+    interpret: bool
+
+
+XLA = Plan(False, False, False)
+
+
+def support(
+    operation: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    implementation: Implementation = "pallas",
+    platform: str | None = None,
+    capability: str | None = None,
+) -> list[str]:
+    """The reasons why `implementation` cannot run `operation` on an array [..., width]; none: it can.
+
+    `platform` ("cpu", "gpu") and the compute `capability` ("8.6") are this process's unless given.
+    """
+    if implementation in ("auto", "xla"):
+        return []
+    if implementation == "jax_triton":
+        return [f"no jax-triton kernel is written for {operation}"]
+    here = platform is None
+    platform = platform or jax.default_backend()
+    if platform == "gpu" and capability is None:
+        capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+    width = shape[-1]
+    rows = functools.reduce(lambda a, b: a * b, shape[:-1], 1)
+    reasons = []
+    if launch.pltriton is None:
+        reasons.append(f"jax {jax.__version__} has no Triton back end for Pallas")
+    if platform != "gpu":
+        reasons.append(f"the platform is {platform}, not an NVIDIA GPU")
+    elif not _recent(capability):
+        reasons.append(f"the GPU's compute capability is {capability}; Pallas needs an NVIDIA GPU of {OLDEST} or later")
+    elif here and launch.pltriton is not None and (refusal := launch.refusal()):
+        reasons.append(f"jax {jax.__version__} refuses this GPU: {refusal}")
+    if jnp.dtype(dtype).name not in DTYPES:
+        reasons.append(f"the dtype is {jnp.dtype(dtype).name}, not one of {', '.join(DTYPES)}")
+    if width > MAX_WIDTH[operation]:
+        reasons.append(
+            f"a row of {width} numbers does not fit the registers of a program; at most {MAX_WIDTH[operation]}"
+        )
+    if rows > MAX_ROWS:
+        reasons.append(f"{rows} rows are more than {MAX_ROWS}")
+    return reasons
+
+
+def _recent(capability: str | None) -> bool:
+    try:
+        return float(capability or "") >= OLDEST
+    except ValueError:  # AMD's are names
+        return False
+
+
+def plan(
+    operation: str, shape: tuple[int, ...], dtype: Any, implementation: Implementation, sums: bool = True, **where: Any
+) -> Plan:
+    """How to run `operation`; not `sums`: its backward pass is elementwise, no parameter's gradient is summed.
+
+    An explicit "pallas" runs both directions as kernels, interpreted where the code is lowered for no GPU.
+
+    Raises:
+        UserError: an implementation that there is not, or that cannot, with all reasons.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise user_error(f"implementation = {implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
+    if implementation == "xla" or 0 in shape:
+        return XLA
+    if implementation == "auto":
+        return _automatic(operation, shape, dtype, sums, **where)
+    # On a CPU it is interpreted, or compiled for a GPU elsewhere: only reasons that hold on every GPU count.
+    where = {"platform": "gpu", "capability": "8.0"} if jax.default_backend() == "cpu" and not where else where
+    if reasons := support(operation, shape, dtype, implementation, **where):
+        raise user_error(f"{operation}: implementation = {implementation!r} cannot run: " + "; ".join(reasons))
+    return Plan(True, True, True)
+
+
+def _automatic(operation: str, shape: tuple[int, ...], dtype: Any, sums: bool, **where: Any) -> Plan:
+    reasons = support(operation, shape, dtype, "pallas", **where)
+    if reasons:
+        _say(f"{operation}: xla, because " + "; ".join(reasons))
+        return XLA
+    forward, backward = AUTO[operation, "forward"], AUTO[operation, "backward"] if sums else NOTHING_TO_SUM
+    _say(f"{operation}: forward {forward.form} ({forward.why}), backward {backward.form} ({backward.why})")
+    return Plan(forward.form == "pallas", backward.form == "pallas", False)
+
+
+def run(
+    operation: str, kernel: bool, plan: Plan, pallas: Callable[..., Any], xla: Callable[..., Any], *args: Any
+) -> Any:
+    """`xla(*args)`, or if `kernel` what `pallas` gives; decided where it is lowered, so a CPU can compile for a GPU."""
+    if not kernel:
+        return xla(*args)
+    elsewhere = functools.partial(pallas, interpret=True) if plan.interpret else xla
+
+    @jax.custom_jvp
+    def first_order(*args: Any) -> Any:
+        return jax.lax.platform_dependent(*args, cuda=pallas, default=elsewhere)
+
+    @first_order.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise user_error(f"{operation}: a Pallas kernel has first derivatives only; use implementation='xla' for more")
+
+    return first_order(*args)
+
+
+@functools.cache
+def _say(line: str) -> None:
+    logging.getLogger(__name__).info(line)
+
+
+def user_error(message: str) -> ValueError:
+    from andrea_jax.settings import UserError  # here, because andrea_jax imports this package
+
+    return UserError(message)
+
+
+def matrix() -> Iterator[tuple[str, str, str, str]]:
+    """(operation, platform, dtype, what `auto` runs there) for typical places, widths and dtypes."""
+    places = [("cpu", None), *(("gpu", capability) for capability in ("7.5", "8.0", "8.6", "8.9", "9.0"))]
+    for operation, width in (("residual_norm", 768), ("bias_gelu", 3072)):
+        for platform, capability in places:
+            for dtype in (*DTYPES, "float64"):
+                reasons = support(operation, (8192, width), dtype, "pallas", platform, capability)
+                forms = (AUTO[operation, direction].form for direction in ("forward", "backward"))
+                answer = "xla: " + "; ".join(reasons) if reasons else "forward {}, backward {}".format(*forms)
+                yield operation, f"{platform} {capability or ''}".strip(), dtype, answer
+
+
+def table() -> str:
+    """The support matrix as text, and this machine's line for each operation."""
+    lines = [f"{operation:14} {place:8} {dtype:9} {answer}" for operation, place, dtype, answer in matrix()]
+    for operation, width in (("residual_norm", 768), ("bias_gelu", 3072)):
+        reasons = support(operation, (8192, width), "bfloat16")
+        lines.append(f"{operation:14} here     bfloat16  " + ("; ".join(reasons) or "can run as a Pallas kernel"))
+    return "\n".join(lines)
