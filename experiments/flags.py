@@ -75,13 +75,23 @@ def _silence_libraries() -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module=r"(jax|flax|optax|orbax|etils|grain)\b")
-    sys.excepthook = _report_uncaught
+        warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
+    sys.excepthook, sys.unraisablehook = _report_uncaught, _report_unraisable
+
+
+# TensorStore's own threads complain when the event loop of a failed read or write is gone; the failure itself is raised
+# and reported by us.
+LATE = "Event loop is closed"
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """As usual, but for what TensorStore's own threads say once the event loop of a failed write is gone."""
-    if str(error) != "Event loop is closed":
+    if str(error) != LATE:
         sys.__excepthook__(kind, error, trace)
+
+
+def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    if str(unraisable.exc_value) != LATE:
+        sys.__unraisablehook__(unraisable)
 
 
 def _define_gin_flags(own: absl_flags.FlagValues) -> None:

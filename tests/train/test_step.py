@@ -84,7 +84,7 @@ def test_three_steps_equal_optax_adamw(step):
 
         value, grads = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value, optax.global_norm(grads)
+        return optax.apply_updates(params, updates), state, value, optax.tree.norm(grads)
 
     state = state_of(CONFIG)
     params, peer = state.params, optimizer.init(state.params)
