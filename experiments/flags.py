@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -79,8 +80,8 @@ def _silence_libraries() -> None:
     sys.excepthook, sys.unraisablehook = _report_uncaught, _report_unraisable
 
 
-# TensorStore's own threads complain when the event loop of a failed read or write is gone; the failure itself is raised
-# and reported by us.
+# Of several reads or writes of a checkpoint that fail at once, Orbax raises one, which we report; the coroutines and
+# threads of the others complain when its event loop is gone.
 LATE = "Event loop is closed"
 
 
@@ -90,7 +91,7 @@ def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    if str(unraisable.exc_value) != LATE:
+    if str(unraisable.exc_value) != LATE and not inspect.iscoroutine(unraisable.object):
         sys.__unraisablehook__(unraisable)
 
 
