@@ -40,6 +40,7 @@ class Meter:
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._records: list[dict[str, float]] = []
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._rate = 0.0
         self.tokens = tokens
 
     @contextlib.contextmanager
@@ -81,7 +82,8 @@ class Meter:
         self.tokens += int(values["tokens"])
         self._records.append(values)
         rate = sum(r["tokens"] for r in self._records) / max(self._seconds["step"] + self._seconds["data"], 1e-9)
-        self._report.progress(step, self._config.train.steps, values["nll"], rate, _mfu_text(self._config, rate))
+        shown = self._rate or rate  # of the last record: a single step, read late, says little
+        self._report.progress(step, self._config.train.steps, values["nll"], shown, _mfu_text(self._config, shown))
         if step % self._config.train.log_every == 0 or step == self._config.train.steps:
             self._write(step, rate)
 
@@ -102,6 +104,7 @@ class Meter:
             **{f"seconds_{phase}": round(seconds, 6) for phase, seconds in self._seconds.items()},
         }
         self._log.write(record)
+        self._rate = tokens_per_second
         self._records, self._seconds = [], dict.fromkeys(PHASES, 0.0)
 
     def _report_first(self, values: dict[str, float]) -> None:

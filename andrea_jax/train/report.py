@@ -9,6 +9,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 
+STAGES = {
+    "wait": "waiting for another process that prepares this corpus",
+    "survey": "reading the corpus and training the tokenizer",
+    "encode": "turning text into tokens",
+}
+
+
 class Report(Protocol):
     """`say` a line; show `progress` after each step; `close` at the end."""
 
@@ -64,7 +71,8 @@ class ConsoleReport:
         if now >= self._next_line:
             self._next_line = now + self._seconds
             of = f" of {total / 1e6:,.1f}" if total else ""
-            self.say(f"{stage}: {done / 1e6:,.1f}{of} MB read, {tokens:,} tokens")
+            made = f", {tokens:,} tokens" if tokens else ""
+            self.say(f"{STAGES[stage]}: {done / 1e6:,.1f}{of} MB{made}")
 
     def _show_bar(self, step: int, steps: int, text: str) -> None:
         if self._bar is None:
