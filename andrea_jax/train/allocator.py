@@ -1,4 +1,4 @@
-"""Keeps the C library from giving memory back to the system between steps, which costs a CPU run a tenth of its time."""
+"""Keeps the C library from giving memory back to the system between steps: a tenth of a CPU run's time."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-
 STAGES = {
     "wait": "waiting for another process that prepares this corpus",
     "survey": "reading the corpus and training the tokenizer",
