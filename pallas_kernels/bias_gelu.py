@@ -19,8 +19,8 @@ def bias_gelu(h: jax.Array, bias: jax.Array | None, implementation: Implementati
 
     Finite, with finite gradients, for every finite u in float32, bfloat16 and float16. The pre-activation u, rounded to
     h's dtype, is all that backward saves; the bias gradient is summed in float32 and has the bias's dtype.
-    In units of U, one [..., F] array: forward nothing beyond the product before it, where XLA fuses it; backward 3U,
-    and 0.02U of partial sums in the kernel. Reverse-mode and vmap; one derivative with a kernel, any number with "xla".
+    In units of U, one [..., F] array: forward 3U (reads h, writes u and its gelu), backward 3U and 0.01U of partial
+    sums. Reverse-mode and vmap; one derivative with a kernel, any number with "xla".
 
     Raises:
         UserError: a shape or dtype that does not fit, or an implementation that cannot run, with all reasons.

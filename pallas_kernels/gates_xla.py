@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.bias_gelu_xla import gelu, gelu_derivative, widen
 

@@ -24,10 +24,10 @@ def lanes(width: int) -> int:
 def programs(rows: int, tiles: int = 1) -> int:
     """How many programs share `rows` rows, from sizes alone so that results do not depend on the card.
 
-    Each stores one row of float32 partials, so at least 53 rows a program keep these under 4 % of what it reads of
-    16-bit data; 1056 = 8 x 132 in all (`tiles` columns of them) fill the largest card that is compiled for.
+    Each stores float32 partials, which are read once more: with 80 rows a program and two sums, 0.1 of a 16-bit array.
+    At most 792 = 6 x 132 in all, `tiles` columns of them, fill the largest card that is compiled for; at least 132.
     """
-    return max(1, min(rows, max(132 // tiles, min(rows // 53, 1056 // tiles))))
+    return max(1, min(rows, max(132 // tiles, min(rows // 80, 792 // tiles))))
 
 
 def load(ref: Any, index: Any, mask: jax.Array) -> jax.Array:

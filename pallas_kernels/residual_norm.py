@@ -32,7 +32,7 @@ def residual_norm(
     `delta` [..., D] has x's shape and dtype; without it the stream is x. `gain` and `shift` [D] may be absent and of
     another dtype, which their gradients have. Statistics are float32; backward saves the stream and recomputes them.
     In units of u, one [..., D] array: forward 2u, with delta 4u; backward 3u, with a gradient of the stream 4u, and
-    0.06u of partial sums in the kernel. Reverse-mode and vmap; one derivative with a kernel, any number with "xla".
+    0.1u of partial sums in the kernel. Reverse-mode and vmap; one derivative with a kernel, any number with "xla".
     Where the mean square overflows float32 (|s| above 1e19) the result is 0.
 
     Raises:

@@ -74,8 +74,8 @@ def backward(
     kernel = functools.partial(_backward, R=R, P=P, eps=eps, kind=kind, sums=(gain is not None, shift is not None))
     run = call(kernel, "residual_norm_backward", (P,), out_shape, num_warps(D), interpret)
     dx_ND, parts_PSD = run(stream_ND, dy_ND, dstream_ND, gain)
-    sums_SD = iter(jnp.sum(parts_PSD, 0) if summed else ())
-    dgain, dshift = (None if vector is None else next(sums_SD).astype(vector.dtype) for vector in (gain, shift))
+    sums = (jnp.sum(parts_PSD[:, which], 0) for which in range(len(summed)))
+    dgain, dshift = (None if vector is None else next(sums).astype(vector.dtype) for vector in (gain, shift))
     return dx_ND.reshape(stream.shape), dgain, dshift
 
 

@@ -32,7 +32,7 @@ def backward(
     s, dy = _widen(stream), _widen(dy)
     g = dy if gain is None else dy * gain
     if kind == "layer":
-        s = s - s[..., :1]
+        s = s - _widen(stream[..., :1])
         mean_s, mean_g = _mean(s), _mean(g)
         rstd = jax.lax.rsqrt(jnp.maximum(_mean(s * s) - mean_s * mean_s, 0.0) + eps)
         mean_gn = (_mean(g * s) - mean_g * mean_s) * rstd

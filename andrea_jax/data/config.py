@@ -27,7 +27,7 @@ class DataConfig:
         4096, "split by hash: longer documents are cut at line ends into pieces; 0: never", at_least=0
     )
     mask_documents: bool = setting(False, "documents packed into one window cannot attend to each other")
-    workers: int = setting(2, "threads that read batches ahead", at_least=1)
+    workers: int = setting(1, "threads that read batches ahead", at_least=1)
     prepared: str = setting("prepared", "folder for token shards")
 
     def __post_init__(self) -> None:

@@ -76,7 +76,7 @@ def every_finite(dtype):
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_finite_number_has_a_finite_value_and_slope(dtype, implementation):
-    """jax.nn.gelu's slope is NaN in float16 above 150, where its square overflows."""
+    """jax.nn.gelu's slope is NaN in float16 from 148 on."""
     u = every_finite(dtype)
     y, (dh, _) = both_passes(u, None, jnp.ones_like(u), implementation)
     tiny = float(jnp.finfo(jnp.float32).tiny)  # what lies below it may be flushed to 0
@@ -85,10 +85,10 @@ def test_every_finite_number_has_a_finite_value_and_slope(dtype, implementation)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_far_out_it_is_relu_also_where_the_bias_overflows(implementation):
-    h, bias = jnp.asarray([[65504, -65504, 200, -200]], jnp.float16), jnp.full(4, 100, jnp.float32)
-    y, (dh, _) = both_passes(h, bias, jnp.ones_like(h), implementation)
-    np.testing.assert_array_equal(y, np.float16([[np.inf, 0, 300, 0]]))
+def test_far_out_it_is_relu_also_where_the_sum_with_the_bias_overflowed(implementation):
+    u = jnp.asarray([[65504, -65504, np.inf, -np.inf]], jnp.float16)
+    y, (dh, _) = both_passes(u, None, jnp.ones_like(u), implementation)
+    np.testing.assert_array_equal(y, np.float16([[65504, 0, np.inf, 0]]))
     np.testing.assert_array_equal(dh, np.float16([[1, 0, 1, 0]]))
 
 

@@ -5,10 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import bias_gelu, residual_norm
 
 S = jax.ShapeDtypeStruct
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
 NORM = ["residual_norm_forward", "residual_norm_backward"]
 GELU = ["bias_gelu_forward", "bias_gelu_backward"]
 norm = functools.partial(residual_norm, eps=1e-5, implementation="pallas")
@@ -21,7 +23,8 @@ def kernels(f, *args):
         outputs, vjp = jax.vjp(f, *args)
         return outputs, vjp(cotangent)
 
-    lowered = jax.jit(passes).trace(args, jax.eval_shape(f, *args)).lower(lowering_platforms=("cuda",))
+    with use_abstract_mesh(H200):  # jax 0.11 and later want to know the card
+        lowered = jax.jit(passes).trace(args, jax.eval_shape(f, *args)).lower(lowering_platforms=("cuda",))
     calls = [line for line in lowered.as_text().splitlines() if "xla.gpu.triton" in line]
     return [name for call in calls for name in NORM + GELU if f'"{name}"' in call]
 
