@@ -26,7 +26,7 @@ def plot_loss(run_dir: str | Path, path: str | Path | None = None) -> Path:
         axes.annotate(
             f"{validation[-1]['loss']:.3f}",
             (validation[-1]["tokens"], validation[-1]["loss"]),
-            (4, 6),
+            (-28, 8),
             textcoords="offset points",
         )
     axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=Path(run_dir).name)
