@@ -41,7 +41,7 @@ def losses_and_gradient(
         UserError: an implementation that cannot run, with all reasons.
     """
     plan = dispatch.plan(OPERATION, logits_RV.shape, logits_RV.dtype, implementation, sums=True)
-    options = {"vocab_size": vocab_size, "z_loss": z_loss, "dtype": jnp.dtype(dtype or logits_RV.dtype)}
+    options: dict[str, Any] = {"vocab_size": vocab_size, "z_loss": z_loss, "dtype": jnp.dtype(dtype or logits_RV.dtype)}
     pallas = functools.partial(cross_entropy_kernel.losses_and_gradient, **options)
     xla = functools.partial(xla_losses_and_gradient, **options)
     return dispatch.run(OPERATION, plan.forward, plan, pallas, xla, logits_RV, labels_R, weights_R)

@@ -42,7 +42,7 @@ def losses_and_gradient(
 
         def look(tile: Any, seen: Any) -> Any:
             x, columns = load(tile * TILE, TILE)
-            return add_tile(*seen, x, columns == label)
+            return add_tile(seen, x, columns == label)
 
         def write(x: jax.Array, columns: jax.Array) -> None:
             gradient = scale * jnp.exp(x - top) - jnp.where(columns == label, weight, 0.0)
@@ -82,8 +82,9 @@ def losses_and_gradient(
     )(logits_RV, labels_R.astype(jnp.int32), weights_R.astype(jnp.float32))
 
 
-def add_tile(largest: Any, total: Any, label_logit: Any, x: Any, hit: Any) -> tuple[Any, Any, Any]:
+def add_tile(seen: Any, x: Any, hit: Any) -> tuple[Any, Any, Any]:
     """Each lane's largest value, its sum of exp(value - largest), and the label's logit, with one tile more."""
+    largest, total, label_logit = seen
     scale = jnp.exp(-jnp.abs(x - largest))
     total = jnp.where(x > largest, total * scale + 1, total + scale)
     return jnp.maximum(largest, x), total, label_logit + jnp.where(hit, x, 0.0)
