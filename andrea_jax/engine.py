@@ -24,7 +24,7 @@ class EngineConfig:
     )
     attention_block: int = setting(128, "query rows at a time in blockwise attention", at_least=1)
     blocks: Literal["auto", "scan", "unroll"] = setting(
-        "auto", "one compiled block in a loop, or all unrolled; auto: unrolled on CPU"
+        "auto", "one compiled block in a loop, or all unrolled; auto: unrolled, which moves fewer bytes"
     )
     remat: Literal["none", "attention", "block"] = setting(
         "none", "what is recomputed in the backward pass to save memory"
@@ -44,4 +44,4 @@ class EngineConfig:
 
     @property
     def unrolled(self) -> bool:
-        return self.blocks == "unroll" or (self.blocks == "auto" and jax.default_backend() == "cpu")
+        return self.blocks != "scan"
