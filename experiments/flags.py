@@ -73,7 +73,8 @@ def _silence_libraries() -> None:
     Orbax logs the traceback of a failed write from a thread of its own, and raises the error for us to report.
     """
     absl_logging.set_verbosity(absl_logging.FATAL)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module=r"(jax|flax|optax|orbax|etils|grain)\b")
         warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
