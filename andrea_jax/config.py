@@ -16,7 +16,7 @@ class ModelConfig:
         UserError: sizes that cannot form a model, naming the field and the nearest value that can.
     """
 
-    vocab_size: int = setting(8449, "token ids: 8192 segments + 256 bytes + BOS", at_least=2)
+    vocab_size: int = setting(8449, "token ids; ANDREA: 8192 segments + 256 bytes + BOS", at_least=2)
     context_length: int = setting(1024, "positions the model can see", at_least=1)
     d_model: int = setting(768, "width of the residual stream", at_least=1)
     n_layer: int = setting(12, "blocks", at_least=1)

@@ -46,12 +46,13 @@ def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.Gradien
 
     The training step multiplies it by -learning rate, so that the schedule follows the step and nothing else.
     """
-    clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
+    # without clipping the state has the same form, so that a run can go on with another setting
+    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     direction = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
     if config.kind == "muon":
         groups = map_specs(lambda _, spec: group_of(config, spec), model)
         direction = optax.partition({"adamw": direction, "muon": _muon(config, model)}, groups)
-    return optax.chain(*clip, direction, optax.add_decayed_weights(config.weight_decay, mask=decay_mask(model)))
+    return optax.chain(clip, direction, optax.add_decayed_weights(config.weight_decay, mask=decay_mask(model)))
 
 
 def group_of(config: OptimizerConfig, spec: Spec) -> Literal["adamw", "muon"]:

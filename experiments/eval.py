@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+from pathlib import Path
 
 import flags
 from absl import flags as absl_flags
@@ -34,7 +36,10 @@ def run(config: RunConfig, bound: dict[str, str]) -> None:
     params, model, tokenizer = load_checkpoint(folder, step)
     check_model(config.model, model, bound)
     settings = read_meta(folder, step)["settings"]["data"]
-    data = DataConfig(**settings | {name[5:]: getattr(config.data, name[5:]) for name in bound if name[:5] == "data."})
+    chosen = {name[5:]: getattr(config.data, name[5:]) for name in bound if name[:5] == "data."}
+    if "path" in chosen:
+        chosen["tokenizer"] = saved_tokenizer(tokenizer, Path(config.data.prepared))
+    data = DataConfig(**settings | chosen)
     text = FLAGS["text"].value
     tokens = text_tokens(text, tokenizer) if text else validation_tokens(config, model, data, tokenizer)
     batches = eval_batches(
@@ -46,11 +51,11 @@ def run(config: RunConfig, bound: dict[str, str]) -> None:
         tokenizer.bos,
     )
     found = evaluate(params, batches, model, tokenizer.byte_lengths, config.engine)
-    source = text or f"validation split of {data.path}"
+    source = text or f"the validation split of {data.path}"
     if FLAGS["json"].value:
         print(json.dumps({"checkpoint": str(folder / str(step)), "step": step, "data": source, **found}))
     else:
-        print(f"{folder / str(step)} on the {source}: {found['tokens']:,} tokens, {found['bytes']:,} bytes")
+        print(f"{folder / str(step)} on {source}: {found['tokens']:,} tokens, {found['bytes']:,} bytes")
         print(describe(found))
 
 
@@ -63,12 +68,20 @@ def check_model(asked: ModelConfig, saved: ModelConfig, bound: dict[str, str]) -
 
 
 def validation_tokens(config: RunConfig, model: ModelConfig, data: DataConfig, tokenizer: Tokenizer) -> Tokens:
+    """The validation split of `data`, in the checkpoint's own tokenizer."""
     _, corpus = open_corpus(dataclasses.replace(config, model=model, data=data))
-    if corpus.tokenizer.to_dict() != tokenizer.to_dict():
-        raise UserError(
-            f"{corpus.folder} was made with another tokenizer than the checkpoint's; use --text FILE for plain text"
-        )
-    return corpus.validation
+    if corpus.tokenizer.to_dict() == tokenizer.to_dict():
+        return corpus.validation
+    raise UserError(f"{corpus.folder} holds tokens of another tokenizer than the checkpoint's; use --text FILE")
+
+
+def saved_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
+    """The path of a file with the checkpoint's tokenizer, for a corpus that it has not seen."""
+    digest = hashlib.blake2b(json.dumps(tokenizer.to_dict()).encode(), digest_size=6).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"tokenizer-{digest}.json"
+    tokenizer.save(path)
+    return str(path)
 
 
 def text_tokens(path: str, tokenizer: Tokenizer) -> Tokens:
@@ -82,5 +95,7 @@ def text_tokens(path: str, tokenizer: Tokenizer) -> Tokens:
 
 
 if __name__ == "__main__":
-    uses = ("data", "ModelConfig", "engine", "train.batch_size", "train.eval_windows")
+    fields = {field.name for field in dataclasses.fields(DataConfig)} - {"tokenizer", "byte_fallback"}
+    data = [f"data.{name}" for name in sorted(fields)]
+    uses = (*data, "ModelConfig", "engine", "train.batch_size", "train.eval_windows")
     flags.main(run, __doc__, FLAGS, uses)

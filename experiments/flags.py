@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import multiprocessing
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 from absl import flags as absl_flags
@@ -38,6 +40,9 @@ def main(
     the sections and settings that the script reads: others are refused as flags, and noted when a gin file binds them.
     """
     _silence_libraries()
+    if argv is None:  # a script of its own, not a call within another program
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _leave)
     argv, names = list(argv or sys.argv), names_in(uses)
     own = absl_flags.FlagValues() if script_flags is None else script_flags
     try:
@@ -65,6 +70,15 @@ def main(
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends at once, with 128 + number: an exception could be lost in a callback, and Python's own way out crashes
+    while XLA compiles. Training replaces this while there is something to save."""
+    print(f"interrupted by {signal.Signals(number).name}; nothing more was saved", file=sys.stderr, flush=True)
+    for child in multiprocessing.active_children():
+        child.terminate()
+    os._exit(128 + number)
 
 
 def _silence_libraries() -> None:

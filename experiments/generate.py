@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -104,6 +105,7 @@ def show(pieces: Iterator[str], prompt: str = "") -> None:
 def interact(answer: Callable[[str, int], Iterator[str]]) -> None:
     """Asks for prompts and prints their continuations; a prompt that is wrong is answered with what is wrong."""
     turn = 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while True:
             prompt = input("> ")

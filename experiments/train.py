@@ -16,7 +16,7 @@ from andrea_jax.parameters import count_parameters, map_specs, path_name
 from andrea_jax.train.allocator import keep_freed_memory
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.corpus import open_corpus
-from andrea_jax.train.loop import Result, describe, train
+from andrea_jax.train.loop import Result, train
 from andrea_jax.train.report import ConsoleReport
 
 FLAGS = absl_flags.FlagValues()
@@ -34,7 +34,7 @@ def run(config: RunConfig, bound: dict[str, str]) -> int:
     check_attention(config.engine, config.engine.activation_dtype, config.model.head_dim)
     introduce(config, corpus, report)
     result = train(config, corpus, report, flags.format_config(config))
-    conclude(result, report)
+    conclude(result, config, report)
     return STOPPED if result.stopped else 0
 
 
@@ -44,7 +44,7 @@ def introduce(config: RunConfig, corpus, report: ConsoleReport) -> None:
     back_end = choose_back_end(config.engine, dtype, model.context_length, model.head_dim)
     windows = config.train.batch_size * model.context_length
     report.say(
-        f"model    {count_parameters(model):,} parameters: {model.n_layer} blocks of width {model.d_model}, "
+        f"model    {count_parameters(model):,} parameters: {model.n_layer} x block of width {model.d_model}, "
         f"{model.n_head} heads, context {model.context_length}, vocabulary {model.vocab_size:,}"
     )
     report.say(
@@ -59,28 +59,33 @@ def introduce(config: RunConfig, corpus, report: ConsoleReport) -> None:
     muon = [path_name(path) for path, group in jax.tree.leaves_with_path(groups) if group == "muon"]
     report.say("optim    " + (f"muon on {', '.join(muon)}; adamw on the rest" if muon else "adamw on all tensors"))
     if config.train.steps <= config.schedule.warmup:
-        report.say(f"note: the run ends within its warm-up (schedule.warmup = {config.schedule.warmup})")
+        some = max(1, config.train.steps // 10)
+        report.say(
+            f"note: the run ends within its warm-up of {config.schedule.warmup} steps; try schedule.warmup={some}"
+        )
     epochs = config.train.steps * windows / len(corpus.train)
     report.say(
         f"run      {config.train.run_dir}: {config.train.steps:,} steps of {windows:,} tokens, {epochs:.1f} epochs"
     )
 
 
-def conclude(result: Result, report: ConsoleReport) -> None:
+def conclude(result: Result, config: RunConfig, report: ConsoleReport) -> None:
     script, run_dir = sys.argv[0], result.run_dir
     folder = script.rpartition("train.py")[0]
     if result.stopped:
         report.say(f"stopped by {result.stopped} and saved at step {int(result.state.step)}; to go on:")
         report.say(f"  python {script} --gin_file={run_dir}/config.gin")
         return
-    report.say(f"\nvalidation {describe(result.validation)}")
-    report.say(f"sample     {result.sample.strip()}\n")
+    report.say(f"\nsample     {result.sample.strip()}\n")
     report.say(f"everything is in {run_dir}: loss.png, metrics.jsonl, samples.txt, tensorboard/, checkpoints/. Next:")
     report.say(f"  python {folder}eval.py --checkpoint {run_dir}")
-    report.say(f"  python {folder}generate.py --checkpoint {run_dir} --prompt 'The function returns'")
+    report.say(f"  python {folder}generate.py --checkpoint {run_dir} --prompt 'The '")
     more = 2 * int(result.state.step)
-    report.say(f"  python {script} --gin_file={run_dir}/config.gin --gin.train.steps={more}   # resume, train on")
-    report.say(f"  python {script} --gin.data.path=YOUR.txt --gin.train.run_dir=runs/mine      # your own text")
+    report.say(
+        f"  python {script} --gin_file={run_dir}/config.gin --gin.train.steps={more}   # go on, on a longer schedule"
+    )
+    if config.data.path == "python_docs":
+        report.say(f"  python {script} --gin.data.path=YOUR.txt --gin.train.run_dir=runs/mine   # your own text")
 
 
 if __name__ == "__main__":

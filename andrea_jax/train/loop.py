@@ -20,7 +20,7 @@ from andrea_jax.train.meter import Meter
 from andrea_jax.train.report import Quiet, Report
 from andrea_jax.train.resume import make_meta, start_state
 from andrea_jax.train.run_folder import MetricsLog, locked, write_text
-from andrea_jax.train.signals import stop_on_signal
+from andrea_jax.train.signals import StopRequest, stop_on_signal
 from andrea_jax.train.state import State
 from andrea_jax.train.step import make_train_step
 
@@ -46,16 +46,18 @@ def train(config: RunConfig, corpus: TokenCorpus, report: Report | None = None, 
         RunError: a loss or gradient that is not finite; a checkpoint that cannot be written.
     """
     run_dir = Path(config.train.run_dir)
-    with locked(run_dir):
+    with locked(run_dir), stop_on_signal() as stop:
         try:
-            return _train(config, corpus, report or Quiet(), config_text, run_dir)
+            return _train(config, corpus, report or Quiet(), config_text, run_dir, stop)
         except OSError as error:
             steps = complete_steps(run_dir / "checkpoints")
             last = f"the last complete checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
             raise RunError(f"cannot write to {run_dir}: {error.strerror or error}; {last}") from error
 
 
-def _train(config: RunConfig, corpus: TokenCorpus, report: Report, config_text: str, run_dir: Path) -> Result:
+def _train(
+    config: RunConfig, corpus: TokenCorpus, report: Report, config_text: str, run_dir: Path, stop: StopRequest
+) -> Result:
     options, tokenizer = config.train, corpus.tokenizer
     sizes = (options.batch_size, config.model.context_length)
     documents = (config.data.mask_documents, tokenizer.bos)
@@ -72,7 +74,7 @@ def _train(config: RunConfig, corpus: TokenCorpus, report: Report, config_text: 
     validation: dict[str, float] = {}
     sample = ""
     try:
-        with stop_on_signal() as stop, open_for_saving(run_dir / "checkpoints", options.keep_last) as manager:
+        with open_for_saving(run_dir / "checkpoints", options.keep_last) as manager:
             meter = Meter(config, log, report, first, tokens, partial(last_saved, manager))
             steps = range(first + 1, options.steps + 1)
             for step, batch in zip(steps, meter.waiting(iterate(batches, first, config.data.workers)), strict=False):

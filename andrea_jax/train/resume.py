@@ -57,6 +57,12 @@ def _check_same_run(config: RunConfig, corpus: TokenCorpus, meta: dict[str, Any]
             f"{run_dir} holds another model (checkpoint != settings): {'; '.join(different)}. "
             "Choose another train.run_dir, or the settings of that run"
         )
+    kind = meta["settings"]["optimizer"]["kind"]
+    if kind != config.optimizer.kind:
+        raise UserError(
+            f"{run_dir} was trained with optimizer.kind = '{kind}', whose state does not serve "
+            f"'{config.optimizer.kind}'; choose another train.run_dir, or the settings of that run"
+        )
     if meta["data"] != data_identity(corpus):
         raise UserError(f"{run_dir} was trained on other data than {corpus.folder}; choose another train.run_dir")
     if step >= config.train.steps:

@@ -74,6 +74,11 @@ def test_a_run_folder_of_other_data_is_left_alone(trained, tmp_path):
     assert "other data" in refused("train.py", *settings(trained, **changes))
 
 
+def test_a_run_of_another_optimizer_is_left_alone(trained):
+    message = refused("train.py", *settings(trained, train__steps=30, optimizer__kind="adamw"))
+    assert "optimizer.kind = 'muon'" in message
+
+
 def test_an_incomplete_checkpoint_is_skipped_with_a_word(trained, copied):
     half = copied / "checkpoints" / "30.orbax-checkpoint-tmp"
     shutil.copytree(copied / "checkpoints" / "20", half)

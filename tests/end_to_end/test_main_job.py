@@ -45,7 +45,7 @@ def test_the_run_folder_holds_what_it_should(folder, output):
 def test_the_output_ends_with_commands_that_work(folder, output):
     commands = [line.split("#")[0].split() for line in output.splitlines() if line.startswith("  python ")]
     scripts = [command[1].rpartition("/")[2] for command in commands]
-    assert scripts == ["eval.py", "generate.py", "train.py", "train.py"]
+    assert scripts == ["eval.py", "generate.py", "train.py"]
     evaluated = succeed("eval.py", *commands[0][2:], "--json")
     assert json.loads(evaluated)["step"] == 200
 
@@ -66,6 +66,13 @@ def test_a_text_file_can_be_evaluated(folder, output):
     found = json.loads(succeed("eval.py", "--checkpoint", folder / "run", "--text", folder / "other.txt", "--json"))
     assert found["bytes"] == 20 * 20
     assert found["tokens"] == 20 * 20
+
+
+def test_another_corpus_is_evaluated_in_the_checkpoints_own_tokenizer(folder, output):
+    other = write_text(folder / "another.txt", lines=900)
+    flags = (f"--gin.data.path={other}", f"--gin.data.prepared={folder}/others", "--json")
+    found = json.loads(succeed("eval.py", "--checkpoint", folder / "run", *flags))
+    assert found["tokens"] >= found["bytes"] > 1000
 
 
 def test_sampling_is_reproducible(folder, output):

@@ -114,3 +114,29 @@ def test_a_signal_saves_and_exits_with_75_and_the_printed_command_continues(stra
     assert done.returncode == 0, done.stderr
     assert f"resuming from step {saved[0]}" in done.stdout
     assert_bit_equal(final_state(straight / "run"), final_state(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_step_compiles_is_kept_until_a_step_is_saved(straight, tmp_path, number):
+    process = start("train.py", *settings(straight, train__run_dir=tmp_path / "run", train__steps=10**6))
+    while not (tmp_path / "run" / ".lock").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.001)
+    time.sleep(0.2)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 75, out + err
+    assert complete_steps(tmp_path / "run" / "checkpoints")
+
+
+def test_a_signal_before_there_is_anything_to_save_ends_at_once_with_one_line(straight, tmp_path):
+    write_text(tmp_path / "text.txt", lines=200_000)
+    flags = settings(tmp_path, data__path=tmp_path / "text.txt", data__tokenizer="bpe")
+    process = start("train.py", *flags)
+    while not (tmp_path / "prepared").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "interrupted by SIGINT; nothing more was saved\n"
