@@ -13,7 +13,6 @@ from andrea_jax.inspect.parameter_table import parameter_table
 from andrea_jax.layers.attention import check_attention, choose_back_end
 from andrea_jax.optimizer import group_of
 from andrea_jax.parameters import count_parameters, map_specs, path_name
-from andrea_jax.train.allocator import keep_freed_memory
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.corpus import open_corpus
 from andrea_jax.train.loop import Result, train
@@ -28,7 +27,6 @@ def run(config: RunConfig, bound: dict[str, str]) -> int:
     if FLAGS["print_parameters"].value:
         Console(width=140).print(parameter_table(config.model, config.optimizer))
         return 0
-    keep_freed_memory()
     report = ConsoleReport()
     config, corpus = open_corpus(config, bound, report.preparing)
     check_attention(config.engine, config.engine.activation_dtype, config.model.head_dim)

@@ -17,7 +17,6 @@ import numpy as np
 
 from andrea_jax import ModelConfig
 from andrea_jax.optimizer import OptimizerConfig
-from andrea_jax.train.allocator import keep_freed_memory
 from andrea_jax.train.config import RunConfig, TrainConfig
 from andrea_jax.train.state import init_state
 from andrea_jax.train.step import make_train_step
@@ -94,7 +93,6 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     options = parser.parse_args()
-    keep_freed_memory()  # both profit
     results = {}
     for name in options.shapes:
         shape = SHAPES[name]

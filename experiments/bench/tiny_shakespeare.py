@@ -21,7 +21,6 @@ import jax
 from absl import flags as absl_flags
 
 from andrea_jax.parameters import count_parameters
-from andrea_jax.train.allocator import keep_freed_memory
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.corpus import open_corpus
 from andrea_jax.train.loop import train
@@ -35,7 +34,6 @@ absl_flags.DEFINE_string("out", None, "also write the JSON to this file", flag_v
 
 
 def run(config: RunConfig, bound: dict[str, str]) -> None:
-    keep_freed_memory()
     results = {name: measure(name, config, bound) for name in FLAGS["settings"].value}
     conditions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "date": time.strftime("%Y-%m-%d")}
     text = json.dumps({"conditions": conditions, "results": results}, indent=1)
