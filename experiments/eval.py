@@ -68,11 +68,12 @@ def check_model(asked: ModelConfig, saved: ModelConfig, bound: dict[str, str]) -
 
 
 def validation_tokens(config: RunConfig, model: ModelConfig, data: DataConfig, tokenizer: Tokenizer) -> Tokens:
-    """The validation split of `data`, in the checkpoint's own tokenizer."""
+    """The validation split of `data`, in the checkpoint's own tokenizer, also where the corpus has changed since."""
     _, corpus = open_corpus(dataclasses.replace(config, model=model, data=data))
-    if corpus.tokenizer.to_dict() == tokenizer.to_dict():
-        return corpus.validation
-    raise UserError(f"{corpus.folder} holds tokens of another tokenizer than the checkpoint's; use --text FILE")
+    if corpus.tokenizer.to_dict() != tokenizer.to_dict():
+        data = dataclasses.replace(data, tokenizer=saved_tokenizer(tokenizer, Path(data.prepared)))
+        _, corpus = open_corpus(dataclasses.replace(config, model=model, data=data))
+    return corpus.validation
 
 
 def saved_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
