@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from andrea_jax.data.tokenizer import Tokenizer, load_tokenizer
+from andrea_jax.files import write_file
 from andrea_jax.settings import UserError
 
 FORMAT = 1
@@ -22,16 +22,6 @@ CHECKED_AT_OPEN = 2**30  # bytes of a split; a larger one is checked shard by sh
 def token_dtype(size: int) -> np.dtype:
     """The smallest unsigned type that holds ids below `size`: uint16 up to 65,536, else uint32."""
     return np.dtype("<u2") if size <= 2**16 else np.dtype("<u4")
-
-
-def write_file(path: Path, content: bytes | memoryview) -> None:
-    """All of it or nothing: written under a temporary name, flushed to the disk, then renamed."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import os
 import urllib.request
 from pathlib import Path
 
+from andrea_jax.files import write_file
 from andrea_jax.settings import UserError
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -33,7 +33,5 @@ def tinyshakespeare(folder: Path) -> Path:
     if hashlib.sha256(text).hexdigest() != SHA256:
         raise UserError(f"tinyshakespeare: the download is not the known text;\nput {URL} at {path}")
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(text)
-    os.replace(temporary, path)
+    write_file(path, text)
     return path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from andrea_jax.files import write_file
 from andrea_jax.settings import UserError
 
 BOS = 256  # of our own tokenizers: bytes are 0-255, segments or characters start at 257
@@ -97,10 +97,8 @@ class Tokenizer:
             raise UserError(f"not a tokenizer of andrea_jax: fields {', '.join(saved)}") from None
 
     def save(self, path: str | Path) -> None:
-        """Writes `to_dict` as JSON, under a temporary name first."""
-        temporary = f"{path}.{os.getpid()}.tmp"
-        Path(temporary).write_text(json.dumps(self.to_dict()), encoding="utf-8")
-        os.replace(temporary, path)
+        """Writes `to_dict` as JSON, whole or not at all."""
+        write_file(Path(path), json.dumps(self.to_dict()).encode())
 
     def _runs(self, text: str | bytes) -> list[str | np.ndarray]:
         """Valid Unicode as str, and between it the ids of the bytes that are not UTF-8."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
+from andrea_jax.files import write_file
 from andrea_jax.train.run_folder import read_metrics
 
 
@@ -32,7 +34,7 @@ def plot_loss(run_dir: str | Path, path: str | Path | None = None) -> Path:
     axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=Path(run_dir).name)
     axes.grid(alpha=0.3)
     axes.legend()
-    temporary = path.with_name(path.name + ".tmp")
-    FigureCanvasAgg(figure).print_png(str(temporary))
-    temporary.replace(path)
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    write_file(path, picture.getbuffer())
     return path

@@ -11,6 +11,7 @@ import jax
 from andrea_jax.checkpoint import complete_steps, last_saved, open_for_saving, save
 from andrea_jax.data.windows import eval_batches, iterate, make_batches
 from andrea_jax.evaluate import evaluate
+from andrea_jax.files import write_file
 from andrea_jax.generate import SamplingConfig, encode_prompt, generate
 from andrea_jax.inspect.plots import plot_loss
 from andrea_jax.settings import RunError
@@ -19,7 +20,7 @@ from andrea_jax.train.corpus import TokenCorpus
 from andrea_jax.train.meter import Meter
 from andrea_jax.train.report import Quiet, Report
 from andrea_jax.train.resume import make_meta, start_state
-from andrea_jax.train.run_folder import MetricsLog, locked, write_text
+from andrea_jax.train.run_folder import MetricsLog, locked
 from andrea_jax.train.signals import StopRequest, stop_on_signal
 from andrea_jax.train.state import State
 from andrea_jax.train.step import make_train_step
@@ -66,7 +67,7 @@ def _train(
     state, tokens = start_state(config, corpus, report)
     first = int(state.step)
     if config_text:
-        write_text(run_dir / "config.gin", config_text)
+        write_file(run_dir / "config.gin", config_text.encode())
 
     meta = make_meta(config, corpus)
     train_step = jax.jit(make_train_step(config), donate_argnums=0)

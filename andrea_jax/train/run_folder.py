@@ -10,15 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from andrea_jax.files import write_file
 from andrea_jax.settings import UserError
 from andrea_jax.train.config import TrainConfig
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes to a temporary name, then renames, so that a reader sees the old or the new text."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 @contextlib.contextmanager
@@ -53,7 +47,7 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path, config: TrainConfig, settings: dict[str, Any], start_step: int):
         kept = [r for r in read_metrics(run_dir) if r["step"] <= start_step]  # a killed run may have gone further
-        write_text(run_dir / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in kept))
+        write_file(run_dir / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in kept).encode())
         self._file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115  (closed in close)
         self._tensorboard = _tensorboard(run_dir, start_step) if config.tensorboard else None
         self._wandb = _wandb(run_dir, config.wandb, settings) if config.wandb else None
@@ -92,6 +86,6 @@ def _wandb(run_dir: Path, project: str | None, settings: dict[str, Any]) -> Any:
         ) from error
     id_file = run_dir / "wandb_id"
     if not id_file.exists():
-        write_text(id_file, os.urandom(8).hex())
+        write_file(id_file, os.urandom(8).hex().encode())
     run_id = id_file.read_text()
     return wandb.init(project=project, id=run_id, resume="allow", dir=str(run_dir), name=run_dir.name, config=settings)

@@ -20,11 +20,11 @@ import flags
 import jax
 from absl import flags as absl_flags
 
+from andrea_jax.files import write_file
 from andrea_jax.parameters import count_parameters
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.corpus import open_corpus
 from andrea_jax.train.loop import train
-from andrea_jax.train.run_folder import write_text
 
 FLAGS = absl_flags.FlagValues()
 SETTINGS = ("tinyshakespeare_nanogpt", "tinyshakespeare")
@@ -39,7 +39,7 @@ def run(config: RunConfig, bound: dict[str, str]) -> None:
     text = json.dumps({"conditions": conditions, "results": results}, indent=1)
     print(text)
     if FLAGS["out"].value:
-        write_text(Path(FLAGS["out"].value), text + "\n")
+        write_file(Path(FLAGS["out"].value), f"{text}\n".encode())
 
 
 def measure(name: str, overrides: RunConfig, bound: dict[str, str]) -> dict[str, object]:

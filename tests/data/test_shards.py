@@ -14,7 +14,6 @@ from andrea_jax.data.shards import (
     read_manifest,
     token_dtype,
     tokens_in_memory,
-    write_file,
     write_shard,
 )
 from andrea_jax.settings import UserError
@@ -129,11 +128,3 @@ def test_what_is_not_a_prepared_folder_is_refused(folder, tmp_path):
         (folder / "manifest.json").write_text(content if isinstance(content, str) else json.dumps(content))
         with pytest.raises(UserError, match=match):
             open_tokens(folder, "train")
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    write_file(tmp_path / "x", b"old")
-    monkeypatch.setattr(shards.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        write_file(tmp_path / "x", b"new")
-    assert (tmp_path / "x").read_bytes() == b"old"
