@@ -115,8 +115,7 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
 
 def restore_state(folder: Path, step: int, abstract: State) -> State:
     """The state of one checkpoint, with the shapes, dtypes and shardings of `abstract`; parameters are verified."""
-    params = _restore(folder, step, "params", abstract.params)
-    check_fingerprints(folder, step, params)
+    params = _restore_params(folder, step, abstract.params, read_meta(folder, step))
     return State(jnp.int32(step), params, _restore(folder, step, "optimizer", abstract.optimizer))
 
 
@@ -129,8 +128,7 @@ def load_checkpoint(path: str | Path, step: int | None = None) -> tuple[Params, 
     folder, step = find_checkpoint(path, step)
     meta = read_meta(folder, step)
     config = model_config(meta)
-    params = _restore(folder, step, "params", abstract_params(config))
-    check_fingerprints(folder, step, params)
+    params = _restore_params(folder, step, abstract_params(config), meta)
     return params, config, Tokenizer.from_dict(meta["tokenizer"])
 
 
@@ -169,12 +167,14 @@ def fingerprints(params: Params) -> dict[str, int]:
     return {path_name(path): int(value) for path, value in jax.tree.leaves_with_path(jax.device_get(_bit_sums(params)))}
 
 
-def check_fingerprints(folder: Path, step: int, params: Params) -> None:
-    """Raises UserError if restored parameters are not, bit by bit, those that were saved."""
-    expected, found = read_meta(folder, step)["fingerprints"], fingerprints(params)
+def _restore_params(folder: Path, step: int, abstract: Params, meta: dict[str, Any]) -> Params:
+    """The parameters. Raises UserError if they are not, bit by bit, those that were saved."""
+    params = _restore(folder, step, "params", abstract)
+    expected, found = meta["fingerprints"], fingerprints(params)
     wrong = [name for name in found if expected.get(name) != found[name]]
     if wrong:
         raise UserError(_damaged(folder, step, f"the bits of {wrong[0]} are not those that were saved"))
+    return params
 
 
 def _restore(folder: Path, step: int, item: str, abstract: Any) -> Any:

@@ -36,7 +36,7 @@ def run(config: RunConfig, bound: dict[str, str]) -> None:
     params, model, tokenizer = load_checkpoint(folder, step)
     check_model(config.model, model, bound)
     settings = read_meta(folder, step)["settings"]["data"]
-    chosen = {name[5:]: getattr(config.data, name[5:]) for name in bound if name[:5] == "data."}
+    chosen = flags.bound_fields("data", config, bound)
     if "path" in chosen:
         chosen["tokenizer"] = saved_tokenizer(tokenizer, Path(config.data.prepared))
     data = DataConfig(**settings | chosen)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import flags as absl_flags
 from absl import logging as absl_logging
@@ -22,7 +22,7 @@ from settings_table import SECTIONS, SETTINGS, check_name, format_config, format
 from andrea_jax.settings import RunError, UserError, nearest
 from andrea_jax.train.config import RunConfig
 
-__all__ = ["format_config", "main", "run_config"]
+__all__ = ["bound_fields", "format_config", "main", "run_config"]
 
 Run = Callable[[RunConfig, dict[str, str]], int | None]
 
@@ -70,6 +70,12 @@ def main(
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def bound_fields(section: str, config: RunConfig, bound: Collection[str]) -> dict[str, Any]:
+    """{field: value} of what the user bound in a section of RunConfig, such as `data`."""
+    values, prefix = getattr(config, section), section + "."
+    return {field: getattr(values, field) for field in (n.removeprefix(prefix) for n in bound if n.startswith(prefix))}
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -10,6 +10,7 @@ from absl import flags as absl_flags
 from andrea_jax.data.prepare import prepare
 from andrea_jax.data.shards import read_manifest
 from andrea_jax.train.config import RunConfig
+from andrea_jax.train.corpus import chosen_vocabulary
 from andrea_jax.train.report import ConsoleReport
 
 FLAGS = absl_flags.FlagValues()
@@ -20,10 +21,9 @@ absl_flags.DEFINE_bool("json", False, "print the manifest's counts as one JSON o
 def run(config: RunConfig, bound: dict[str, str]) -> None:
     report = ConsoleReport()
     progress = None if FLAGS["json"].value else report.preparing
-    chosen = "ModelConfig.vocab_size" in bound or config.data.tokenizer == "bpe"
-    folder = prepare(config.data, config.model.vocab_size if chosen else None, progress, FLAGS["processes"].value)
+    folder = prepare(config.data, chosen_vocabulary(config, bound), progress, FLAGS["processes"].value)
     manifest = read_manifest(folder)
-    splits = {name: {k: v for k, v in split.items() if k != "shards"} for name, split in manifest["splits"].items()}
+    splits = manifest["splits"]
     counts = {"folder": str(folder), "tokenizer": manifest["tokenizer"], **splits}
     if FLAGS["json"].value:
         print(json.dumps(counts))

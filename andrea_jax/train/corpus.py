@@ -25,6 +25,12 @@ class TokenCorpus:
     validation: Tokens
 
 
+def chosen_vocabulary(config: RunConfig, bound: Collection[str]) -> int | None:
+    """The model's vocabulary where it was bound or a tokenizer is trained to it; None: the tokenizer's decides."""
+    chosen = "ModelConfig.vocab_size" in bound or config.data.tokenizer == "bpe"
+    return config.model.vocab_size if chosen else None
+
+
 def open_corpus(
     config: RunConfig, bound: Collection[str] = (), progress: Callable[..., None] | None = None
 ) -> tuple[RunConfig, TokenCorpus]:
@@ -33,11 +39,11 @@ def open_corpus(
     Raises:
         UserError: what `prepare` and the shards refuse; a vocabulary smaller than the tokenizer's.
     """
-    chosen = "ModelConfig.vocab_size" in bound or config.data.tokenizer == "bpe"
-    folder = prepare(config.data, config.model.vocab_size if chosen else None, progress)
+    chosen = chosen_vocabulary(config, bound)
+    folder = prepare(config.data, chosen, progress)
     manifest, tokenizer = read_manifest(folder), open_tokenizer(folder)
     model = config.model
-    if not chosen:
+    if chosen is None:
         model = dataclasses.replace(model, vocab_size=tokenizer.size)
     check_vocabulary(manifest, model.vocab_size)
     corpus = TokenCorpus(folder, manifest, tokenizer, open_tokens(folder, "train"), open_tokens(folder, "validation"))

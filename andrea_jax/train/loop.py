@@ -137,7 +137,7 @@ def validation_record(step: int, tokens: int, validation: dict[str, float]) -> d
 
 
 def describe(validation: dict[str, float]) -> str:
-    """`loss 3.214  perplexity 24.9  bits/byte 1.52`."""
+    """`loss 3.214  perplexity 24.9  bits per byte 1.52`."""
     return (
         f"loss {validation['loss']:.4f}  perplexity {validation['perplexity']:.2f}  "
         f"bits per byte {validation['bits_per_byte']:.4f}"

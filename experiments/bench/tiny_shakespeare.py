@@ -44,8 +44,8 @@ def run(config: RunConfig, bound: dict[str, str]) -> None:
 
 def measure(name: str, overrides: RunConfig, bound: dict[str, str]) -> dict[str, object]:
     config, file_bound = flags.run_config([name])
-    data = {k[5:]: getattr(overrides.data, k[5:]) for k in bound if k.startswith("data.")}
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+    data = dataclasses.replace(config.data, **flags.bound_fields("data", overrides, bound))
+    config = dataclasses.replace(config, data=data)
     losses, seconds = [], []
     for seed in range(FLAGS["seeds"].value):
         with tempfile.TemporaryDirectory() as folder:
