@@ -9,13 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cross_entropy_kernel, dispatch
-from pallas_kernels.dispatch import Default, Implementation
+from pallas_kernels.dispatch import Implementation
 
 OPERATION = "cross_entropy"
-dispatch.MAX_WIDTH[OPERATION] = 2**30
-dispatch.AUTO[OPERATION, "forward"] = dispatch.AUTO[OPERATION, "backward"] = Default(
-    "pallas", "one read of the logits and one write of their gradient, against two reads and a write"
-)
 
 
 def losses_and_gradient(

@@ -17,7 +17,12 @@ IMPLEMENTATIONS = ("auto", "xla", "pallas", "jax_triton")
 DTYPES = ("float32", "bfloat16", "float16")
 TYPICAL = (8192, 768)
 MAX_ROWS = 2**30  # row numbers are int32
-MAX_WIDTH = {"residual_norm": 8192, "bias_gelu": 2**30}  # a norm's program holds whole rows in registers
+MAX_WIDTH = {
+    "residual_norm": 8192,
+    "bias_gelu": 2**30,
+    "cross_entropy": 2**30,
+    "gates": 2**30,
+}  # a norm's program holds whole rows in registers
 OLDEST = 8.0  # compute capability: Ampere
 
 
@@ -28,6 +33,10 @@ class Default(NamedTuple):
     why: str
 
 
+CROSS_ENTROPY = Default(
+    "pallas", "one read of the logits and one write of their gradient, against two reads and a write"
+)
+GATES = Default("xla", "XLA's one kernel moves as few bytes, and can fuse with the product before")
 # Bytes compiled for an H200 at 65,536 rows of bfloat16 (README.md has the table and the command), not timings:
 # no GPU has spoken yet. u is one [N, D] array, U one [N, F] array.
 AUTO: dict[tuple[str, str], Default] = {
@@ -37,6 +46,10 @@ AUTO: dict[tuple[str, str], Default] = {
     ("residual_norm", "backward"): Default("pallas", "3.1u against 5.1u: a row is read once, for means and sums alike"),
     ("bias_gelu", "forward"): Default("xla", "elementwise: 3U either way, and XLA may fuse it with the product before"),
     ("bias_gelu", "backward"): Default("pallas", "3.0U as XLA's best, but in loads of 16 bytes where XLA's take 2"),
+    ("cross_entropy", "forward"): CROSS_ENTROPY,
+    ("cross_entropy", "backward"): CROSS_ENTROPY,
+    ("gates", "forward"): GATES,
+    ("gates", "backward"): GATES,
 }
 NOTHING_TO_SUM = Default("xla", "without a parameter gradient to sum it is elementwise, which XLA does as well")
 

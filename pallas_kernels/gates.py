@@ -8,14 +8,10 @@ from typing import Any, Literal
 import jax
 
 from pallas_kernels import dispatch, gates_kernel, gates_xla
-from pallas_kernels.dispatch import Default, Implementation, Plan
+from pallas_kernels.dispatch import Implementation, Plan
 
 Activation = Literal["silu", "gelu"]
 OPERATION = "gates"
-dispatch.MAX_WIDTH[OPERATION] = 2**30
-dispatch.AUTO[OPERATION, "forward"] = dispatch.AUTO[OPERATION, "backward"] = Default(
-    "xla", "XLA's one kernel moves as few bytes, and can fuse with the product before"
-)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, implementation: Implementation = "auto") -> jax.Array:
