@@ -29,10 +29,12 @@ class EngineConfig:
     remat: Literal["none", "attention", "block"] = setting(
         "none", "what is recomputed in the backward pass to save memory"
     )
-    kernels: Literal["auto", "xla", "pallas"] = setting(
-        "auto", "norms and GELU; auto: a Pallas kernel on a GPU where it moves fewer bytes than XLA's best form"
+    kernels: Literal["auto", "xla", "pallas", "jax_triton"] = setting(
+        "auto",
+        "norms, GELU and loss; auto: a Pallas kernel on a GPU where it moves fewer bytes than XLA's best form; "
+        "jax_triton: Triton kernels for the backward passes of norms and GELU, XLA for the rest",
     )
-    loss_chunk: int = setting(0, "rows of logits held at a time by the loss; 0: chosen from the vocabulary", at_least=0)
+    loss_chunk: int = setting(0, "rows of logits held at a time by the loss; 0: from width and vocabulary", at_least=0)
 
     def __post_init__(self) -> None:
         check_fields(self)

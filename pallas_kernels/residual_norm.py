@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from pallas_kernels import dispatch, residual_norm_kernel, residual_norm_xla
 from pallas_kernels.dispatch import Implementation, Plan
@@ -23,6 +24,7 @@ def residual_norm(
     eps: float,
     kind: Kind = "layer",
     implementation: Implementation = "auto",
+    sharding: NamedSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(stream, normed), both [..., D] in x's dtype: stream = x + delta, normed = norm(stream) over D.
 
@@ -34,12 +36,13 @@ def residual_norm(
     In units of u, one [..., D] array: forward 2u, with delta 4u; backward 3u, with a gradient of the stream 4u, and
     0.1u of partial sums in the kernel. Reverse-mode and vmap; one derivative with a kernel, any number with "xla".
     Where the mean square overflows float32 (|s| above 1e19) the result is 0.
+    `sharding`, of all axes of x and not of the last one, lets a kernel run on each device's rows under jit.
 
     Raises:
         UserError: shapes or dtypes that do not fit, or an implementation that cannot run, with all reasons.
     """
     _check(x, delta, gain, shift, eps, kind)
-    plan = dispatch.plan("residual_norm", x.shape, x.dtype, implementation)
+    plan = dispatch.plan("residual_norm", x.shape, x.dtype, implementation, sharding=sharding)
     return _residual_norm(x, delta, gain, shift, float(eps), kind, plan)
 
 
@@ -65,7 +68,7 @@ def _check(
 def _residual_norm(x: Any, delta: Any, gain: Any, shift: Any, eps: float, kind: Kind, plan: Plan) -> Any:
     pallas = functools.partial(residual_norm_kernel.forward, eps=eps, kind=kind)
     xla = functools.partial(residual_norm_xla.forward, eps=eps, kind=kind)
-    return dispatch.run("residual_norm", plan.forward, plan, pallas, xla, x, delta, gain, shift)
+    return dispatch.run("residual_norm", plan.forward, plan, pallas, xla, x, delta, gain, shift, roles=("xxvv", "xx"))
 
 
 def _forward(x: Any, delta: Any, gain: Any, shift: Any, eps: float, kind: Kind, plan: Plan) -> Any:
@@ -79,10 +82,10 @@ def _backward(eps: float, kind: Kind, plan: Plan, saved: Any, cotangents: Any) -
     dstream, dy = (None if isinstance(ct, jax.custom_derivatives.SymbolicZero) else ct for ct in cotangents)
     if dy is None:
         return dstream, None if delta is None else dstream, None, None
-    pallas = functools.partial(residual_norm_kernel.backward, eps=eps, kind=kind)
+    kernel = functools.partial(dispatch.kernels("residual_norm", plan).backward, eps=eps, kind=kind)
     xla = functools.partial(residual_norm_xla.backward, eps=eps, kind=kind)
     args = (stream, dy, dstream, gain, shift)
-    dx, dgain, dshift = dispatch.run("residual_norm", plan.backward, plan, pallas, xla, *args)
+    dx, dgain, dshift = dispatch.run("residual_norm", plan.backward, plan, kernel, xla, *args, roles=("xxxvv", "xss"))
     return dx, None if delta is None else dx, dgain, dshift
 
 

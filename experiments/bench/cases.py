@@ -1,7 +1,7 @@
 """The operations that the benchmarks compare: their forms, their sizes, and the least that each must move.
 
 N rows of width D, F = 4 D in the MLP, V columns of logits. The forms are functions of the same arguments: autodiff of
-the formula, XLA's best, and the Pallas kernel.
+the formula, XLA's best, the Pallas kernel, and for a backward pass that has one the Triton kernel.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pallas_kernels.residual_norm import residual_norm
 
 Form = Callable[..., Any]
 Array = jax.ShapeDtypeStruct
+IMPLEMENTATIONS = ("xla", "pallas", "jax_triton", "auto")
+TRITON = ("norm", "rms_norm", "stream_norm", "gelu")  # whose backward pass is a Triton kernel too
 
 
 class Sizes(NamedTuple):
@@ -81,7 +83,7 @@ def forms(formula: Form, operation: Form) -> dict[str, Form]:
     def as_form(implementation: str) -> Form:
         return lambda *arguments: operation(*arguments, implementation)
 
-    return {"autodiff": formula, **{form: as_form(form) for form in ("xla", "pallas", "auto")}}
+    return {"autodiff": formula, **{form: as_form(form) for form in IMPLEMENTATIONS}}
 
 
 def names(sizes: Sizes) -> dict[str, tuple[str, str]]:

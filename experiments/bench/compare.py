@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from bench import torch_peers
-from bench.cases import Case, Sizes, cases, names
+from bench.cases import TRITON, Case, Sizes, cases, names
 from bench.directions import direct
 from bench.inputs import draw, exact, nbytes
 from bench.jax_peers import jax_peers
@@ -20,7 +20,7 @@ CHECKED = 256  # rows of the comparison with float64
 
 
 def time_operation(name: str, sizes: Sizes, samples: int) -> list[Row]:
-    """A row for each form and each peer that is installed."""
+    """A row for each form and each peer that is installed; one that cannot run here says why."""
     operation, direction = names(sizes)[name]
     case = cases(sizes)[operation]
     few = cases(sizes._replace(rows=min(sizes.rows, CHECKED)))[operation]
@@ -50,7 +50,8 @@ def time_operation(name: str, sizes: Sizes, samples: int) -> list[Row]:
         ]
         return error, lambda n: calls[n % len(calls)](), torch_peers.finish
 
-    ours = {form: case.forms[form] for form in FORMS} | jax_peers(sizes.vocab).get(operation, {})
+    forms = (*FORMS, "jax_triton") if operation in TRITON and direction == "backward" else FORMS
+    ours = {form: case.forms[form] for form in forms} | jax_peers(sizes.vocab).get(operation, {})
     rows = [attempt(name, form, partial(prepare_jax, f), samples) for form, f in ours.items()]
     theirs = torch_peers.torch_peers().get(operation, {})
     rows += [attempt(name, form, partial(prepare_torch, f), samples) for form, f in theirs.items()]

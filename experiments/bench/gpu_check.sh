@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # On a GPU, in under ten minutes: the kernels' correctness tests, then their times, in one JSON file.
-# Installs nothing. Needs jax with CUDA, numpy and pytest; optax and flax for the training step; the rest is skipped.
+# Installs nothing. Needs jax with CUDA, numpy and pytest; optax and flax for the training step; triton and jax-triton for
+# the Triton kernels (0.3, which wants absl-py, with triton 3.6, else 0.4; its wheel on PYTHONPATH is enough). What lacks
+# something is skipped.
 # usage: [OUT=FOLDER] [SAMPLES=30] [SMALL=1] experiments/bench/gpu_check.sh [LIMIT_SECONDS]
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -20,7 +22,8 @@ say "the device"
 say "correctness"
 timeout $((limit * 2 / 5)) "$python" -m pytest -q -p no:cacheprovider --junitxml "$out/tests.xml" \
   tests/pallas_kernels/test_residual_norm.py tests/pallas_kernels/test_bias_gelu.py \
-  tests/pallas_kernels/test_cross_entropy.py tests/pallas_kernels/test_gates.py
+  tests/pallas_kernels/test_cross_entropy.py tests/pallas_kernels/test_gates.py \
+  tests/pallas_kernels/test_triton_kernels.py -k "not interpreted"
 tests=$?
 
 say "times"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from bench.hlo_text import Computation, Instruction, array_bytes, parse
+from andrea_jax.inspect.hlo_text import Computation, Instruction, array_bytes, parse, trips
 
 FREE = [
     "parameter",
@@ -66,10 +66,7 @@ def _kernels(computations: dict[str, Computation], computation: Computation, tim
     for i in computation.instructions.values():
         called = [computations[name] for name in i.called]
         if i.opcode == "while":
-            trips = i.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-            if not trips:
-                raise ValueError(f"{i.name}: a loop whose trip count is not known")
-            kernels += _kernels(computations, called[0], times * int(trips))
+            kernels += _kernels(computations, called[0], times * trips(i))
         elif i.opcode in CALLS:
             kernels += _kernels(computations, called[0], times)
         elif i.opcode == "conditional":

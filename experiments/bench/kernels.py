@@ -24,7 +24,7 @@ from bench.compare import Row, time_operation, time_step
 
 SMALL = Sizes(rows=512, width=64, vocab=300)
 STEPS = ("train_step", "train_step_unrolled")
-PACKAGES = ("jax", "numpy", "torch", "triton", "liger_kernel", "tokamax")
+PACKAGES = ("jax", "numpy", "jax_triton", "torch", "triton", "liger_kernel", "tokamax")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -32,7 +32,7 @@ def units(name, width, form):
         ("gelu_backward", 3.05),
         ("swiglu_forward", 3.01),
         ("swiglu_backward", 5.01),
-        ("cross_entropy", 5.5),
+        ("cross_entropy", 7.5),  # with float32 logits; 16-bit ones would leave 5
     ],
 )
 def test_kernels_move_little_more_than_they_must(name, width, at_most):
@@ -61,9 +61,10 @@ def test_a_step_moves_fewer_bytes_with_kernels_and_fewer_in_a_row_than_in_a_loop
 
 @pytest.mark.parametrize("card", ["h200", "a100", "rtx4090", "rtx3060"])
 @pytest.mark.parametrize("V", [4353, 8576, 16384, 50304, 128256])
-def test_the_cross_entropy_kernel_spills_nothing_and_moves_16_bytes_at_a_time(card, V):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_cross_entropy_kernel_spills_nothing_and_moves_16_bytes_at_a_time(card, V, dtype):
     f = partial(cross_entropy_kernel.losses_and_gradient, vocab_size=V - 1, z_loss=1e-4, dtype=jnp.dtype(jnp.bfloat16))
-    logits = jax.ShapeDtypeStruct((1024, V), jnp.bfloat16)
+    logits = jax.ShapeDtypeStruct((1024, V), dtype)
     labels, weights = jax.ShapeDtypeStruct((1024,), jnp.int32), jax.ShapeDtypeStruct((1024,), jnp.float32)
     (ptx,) = assembly(card, f, logits, labels, weights)
     ((registers, spilled),) = registers_and_spills(ptx).values()

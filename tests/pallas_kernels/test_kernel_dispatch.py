@@ -1,13 +1,14 @@
 import logging
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from andrea_jax import UserError
-from pallas_kernels import bias_gelu, dispatch, launch, residual_norm
+from pallas_kernels import bias_gelu, dispatch, launch, residual_norm, triton_launch
 from pallas_kernels.dispatch import Plan, plan, support
 
 OPERATIONS = ("residual_norm", "bias_gelu")
@@ -25,7 +26,7 @@ SHAPE = (64, 768)
         ({"dtype": "int8"}, "the dtype is int8"),
         ({"shape": (64, 8193)}, "a row of 8193 numbers does not fit"),
         ({"shape": (2**15, 2**16, 8)}, "2147483648 rows are more"),
-        ({"implementation": "jax_triton"}, "no jax-triton kernel is written for residual_norm"),
+        ({"implementation": "jax_triton", "operation": "gates"}, "no jax-triton kernel is written for gates"),
     ],
 )
 def test_each_reason_is_given(change, reason):
@@ -54,6 +55,48 @@ def test_on_a_gpu_auto_runs_the_backward_kernels_that_sum_parameter_gradients():
         assert plan(operation, SHAPE, "bfloat16", "auto", sums=False, **gpu) == dispatch.XLA
         assert plan(operation, SHAPE, "float64", "auto", sums=True, **gpu) == dispatch.XLA
         assert plan(operation, (0, 768), "bfloat16", "pallas", sums=True, **gpu) == dispatch.XLA
+
+
+def test_jax_triton_runs_the_backward_pass_as_a_kernel_and_auto_does_not_choose_it(monkeypatch):
+    monkeypatch.setattr(triton_launch, "obstacles", lambda capability: [])
+    gpu = {"platform": "gpu", "capability": "9.0"}
+    for operation in OPERATIONS:
+        assert plan(operation, SHAPE, "bfloat16", "jax_triton", **gpu) == Plan(False, True, False, triton=True)
+        assert not plan(operation, SHAPE, "bfloat16", "auto", **gpu).triton
+        assert plan(operation, (0, 768), "bfloat16", "jax_triton", **gpu) == dispatch.XLA
+
+
+def test_jax_triton_is_refused_on_a_cpu():
+    with pytest.raises(UserError, match=r"implementation = 'jax_triton' cannot run: .*the platform is cpu"):
+        bias_gelu(jnp.ones((2, 4)), None, "jax_triton")
+
+
+@pytest.mark.parametrize("package", ["jax_triton", "triton"])
+def test_jax_triton_without_its_packages_says_what_to_install(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_triton", types.ModuleType("jax_triton"))
+    monkeypatch.setitem(sys.modules, package, None)
+    (reason,) = support("bias_gelu", SHAPE, "bfloat16", "jax_triton", "gpu", "8.0")
+    assert package in reason
+    assert "pip install 'andrea_jax[cuda12]'" in reason
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "refused"),
+    [("3.8.0", "9.0", None), ("3.9.0", "9.0", "3.8"), ("3.9.0", "8.9", None), ("3.7.1", "12.0", "3.6")],
+)
+def test_a_triton_whose_ptx_jax_may_not_read_is_refused_where_it_cannot_be_told(
+    version, capability, refused, monkeypatch
+):
+    def triton_call(**options):
+        raise AssertionError
+
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version))
+    for newer in (False, True):
+        call = triton_call if not newer else lambda backend_options: None
+        monkeypatch.setitem(sys.modules, "jax_triton", types.SimpleNamespace(__version__="0.3.1", triton_call=call))
+        reasons = support("bias_gelu", SHAPE, "bfloat16", "jax_triton", "gpu", capability)
+        assert bool(reasons) == (refused is not None and not newer)
+        assert all(f"pip install 'triton=={refused}.*'" in reason for reason in reasons)
 
 
 def test_auto_says_once_what_it_chose_and_why(caplog):
@@ -120,16 +163,23 @@ print(dispatch.support("residual_norm", (1, 2), "float32", platform="gpu", capab
     assert "has no Triton back end for Pallas" in printed
 
 
-def test_the_table_is_the_matrix():
+def test_the_table_is_the_matrix(monkeypatch):
+    monkeypatch.setattr(triton_launch, "obstacles", lambda capability: [])
     table = dispatch.table()
-    for operation, place, dtype, answer in dispatch.matrix():
+    for operation, place, dtype, kernels, answer in dispatch.matrix():
         line = next(
             line
             for line in table.splitlines()
             if line.split(maxsplit=1)[0] == operation and place in line and dtype in line
         )
         assert line.endswith(answer)
+        assert f" {kernels} " in line
         can = place in ("gpu 8.0", "gpu 8.6", "gpu 8.9", "gpu 9.0") and dtype != "float64"
         assert answer.startswith("forward ") == can
+        assert ("pallas" in kernels) == can
+        assert ("jax_triton" in kernels) == (can and operation in OPERATIONS)
         assert (answer == "forward xla, backward pallas") == (can and operation in OPERATIONS)
-    assert {line.split()[0] for line in table.splitlines() if " here " in line} == set(dispatch.MAX_WIDTH)
+    here = [line.split()[:4] for line in table.splitlines() if " here " in line]
+    assert here == [
+        [name, "here", "bfloat16", form] for name in dispatch.MAX_WIDTH for form in ("pallas", "jax_triton")
+    ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 
 HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) .*\{$")
 INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+CALLING = ("while", "call", "fusion", "async-start", "conditional")
 CALLED = ("calls", "to_apply", "body", "true_computation", "false_computation", "branch_computations")
 
 
@@ -88,6 +90,38 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             instructions[found.group(2)] = _instruction(found.group(2), found.group(3))
             root = found.group(2) if found.group(1) else root
     return computations, entry
+
+
+def executed(
+    computations: dict[str, Computation], name: str, times: int = 1
+) -> Iterator[tuple[Computation, Instruction, int]]:
+    """Each instruction under the computation `name`, with its computation and how often it runs.
+
+    A loop's body counts as often as the loop runs; of a conditional all branches count.
+
+    Raises:
+        ValueError: a loop whose trip count is not known.
+    """
+    for i in computations[name].instructions.values():
+        yield computations[name], i, times
+        if i.opcode in CALLING:
+            for called in i.called:
+                yield from executed(computations, called, times * trips(i))
+
+
+def trips(i: Instruction) -> int:
+    """How often what `i` calls runs each time that `i` runs."""
+    if i.opcode != "while":
+        return 1
+    count = i.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+    if not count:
+        raise ValueError(f"{i.name}: a loop whose trip count is not known")
+    return int(count)
+
+
+def numbers(text: str) -> list[int]:
+    """The whole numbers in a text."""
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def _instruction(name: str, text: str) -> Instruction:
