@@ -100,6 +100,12 @@ def map_specs(f: Callable[[str, Spec], Any], config: ModelConfig) -> Params:
     return jax.tree.map_with_path(lambda path, spec: f(path_name(path), spec), specs(config), is_leaf=_is_spec)
 
 
+def named_specs(config: ModelConfig) -> dict[str, Spec]:
+    """{name: spec} of all tensors."""
+    leaves = jax.tree.leaves_with_path(specs(config), is_leaf=_is_spec)
+    return {path_name(path): spec for path, spec in leaves}
+
+
 def path_name(path: Any) -> str:
     """`blocks.mlp.w_1` for a tree path."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

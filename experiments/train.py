@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import flags
 import jax
 from absl import flags as absl_flags
 from rich.console import Console
+from settings_table import SETTINGS
 
-from andrea_jax.inspect.parameter_table import parameter_table
+from andrea_jax.checkpoint import complete_steps
+from andrea_jax.distributed import agree, is_main, joined, main_first
+from andrea_jax.inspect.parameter_table import parameter_table, sharding_table
 from andrea_jax.layers.attention import check_attention, choose_back_end
 from andrea_jax.optimizer import group_of
 from andrea_jax.parameters import count_parameters, map_specs, path_name
 from andrea_jax.train.config import RunConfig
-from andrea_jax.train.corpus import open_corpus
+from andrea_jax.train.corpus import TokenCorpus, open_corpus
 from andrea_jax.train.loop import Result, train
-from andrea_jax.train.report import ConsoleReport
+from andrea_jax.train.parallel import planned_mesh, sharded_abstract_state
+from andrea_jax.train.report import ConsoleReport, Quiet, Report
+from andrea_jax.train.resume import data_identity, run_settings
 
 FLAGS = absl_flags.FlagValues()
 absl_flags.DEFINE_bool("print_parameters", False, "print every tensor of the model, and stop", flag_values=FLAGS)
@@ -25,18 +35,44 @@ STOPPED = 75  # EX_TEMPFAIL: run the same command again
 
 def run(config: RunConfig, bound: dict[str, str]) -> int:
     if FLAGS["print_parameters"].value:
-        Console(width=140).print(parameter_table(config.model, config.optimizer))
+        console, mesh = Console(width=140), planned_mesh(config)
+        console.print(parameter_table(config.model, config.optimizer))
+        if mesh.size > 1:
+            console.print(sharding_table(config.model, sharded_abstract_state(config, mesh)))
         return 0
-    report = ConsoleReport()
-    config, corpus = open_corpus(config, bound, report.preparing)
+    with joined(config.distributed, partial(last_checkpoint, config)):
+        return run_joined(config, bound)
+
+
+def run_joined(config: RunConfig, bound: dict[str, str]) -> int:
+    report = ConsoleReport() if is_main() else Quiet()
+    with main_first("the corpus is prepared"):
+        config, corpus = open_corpus(config, bound, report.preparing if is_main() else None)
+    agree(flat(run_settings(config)) | data_identity(corpus) | versions())
     check_attention(config.engine, config.engine.activation_dtype, config.model.head_dim)
     introduce(config, corpus, report)
-    result = train(config, corpus, report, flags.format_config(config))
+    shared = [name for name in SETTINGS if not name.startswith("distributed.")]
+    result = train(config, corpus, report, flags.format_config(config, shared))
     conclude(result, config, report)
     return STOPPED if result.stopped else 0
 
 
-def introduce(config: RunConfig, corpus, report: ConsoleReport) -> None:
+def last_checkpoint(config: RunConfig) -> str:
+    steps = complete_steps(Path(config.train.run_dir) / "checkpoints")
+    return f"The last complete checkpoint is of step {steps[-1]}. " if steps else "There is no checkpoint yet. "
+
+
+def flat(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {f"{section}.{field}": value for section, fields in settings.items() for field, value in fields.items()}
+
+
+def versions() -> dict[str, str]:
+    """What numbers depend on beside the settings."""
+    packages = ("jax", "jaxlib", "optax", "andrea_jax")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+
+
+def introduce(config: RunConfig, corpus: TokenCorpus, report: Report) -> None:
     model = config.model
     dtype = config.engine.activation_dtype
     back_end = choose_back_end(config.engine, dtype, model.context_length, model.head_dim)
@@ -67,7 +103,7 @@ def introduce(config: RunConfig, corpus, report: ConsoleReport) -> None:
     )
 
 
-def conclude(result: Result, config: RunConfig, report: ConsoleReport) -> None:
+def conclude(result: Result, config: RunConfig, report: Report) -> None:
     script, run_dir = sys.argv[0], result.run_dir
     folder = script.rpartition("train.py")[0]
     if result.stopped:

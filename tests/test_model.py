@@ -156,12 +156,13 @@ def test_dropout_is_the_same_unrolled_and_scanned_and_recomputed(plain):
 def test_every_dropout_has_a_key_of_its_own_and_the_callers_key_decides(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        model, "dropout", lambda x, rate, key: (seen.append(tuple(jax.random.key_data(key).tolist())), x)[1]
+        model, "dropout", lambda x, rate, keys_B: (seen.extend(map(tuple, jax.random.key_data(keys_B).tolist())), x)[1]
     )
     config = ModelConfig(V, 12, 16, L, N, dropout=0.3)
     for seed in (0, 1):
         hidden_forward(drawn(config), TOKENS, config, EngineConfig(blocks="unroll"), dropout_key=jax.random.key(seed))
-    assert len(seen) == len(set(seen)) == 2 * (1 + 2 * L)  # the embeddings, and two branches a layer
+    rows = len(TOKENS)
+    assert len(seen) == len(set(seen)) == 2 * rows * (1 + 2 * L)  # the embeddings, and two branches a layer
 
 
 def test_a_position_never_sees_a_later_one():

@@ -47,10 +47,12 @@ def make_batches(
     seed: int,
     mask_documents: bool = False,
     bos: int | None = None,
+    rows: slice = slice(None),
 ) -> Any:
     """An endless grain.MapDataset: `batches[step]` has `tokens_BT`, `targets_BT`, `weights_BT` (and `segments_BT`).
 
-    Each epoch has every window exactly once, in an order of its own; a batch may span two epochs.
+    Each epoch has every window exactly once, in an order of its own; a batch may span two epochs. `rows` are those of
+    each batch that this process reads.
 
     Raises:
         UserError: fewer tokens than one window; `mask_documents` without a BOS.
@@ -65,7 +67,10 @@ def make_batches(
     windows = _Windows(tokens, context_length, _segment_mark(mask_documents, bos))
     # Grain takes seed + epoch for an epoch's order: a hash keeps neighbouring seeds from sharing epochs
     first = int.from_bytes(hashlib.blake2b(str(int(seed)).encode(), digest_size=4).digest(), "big")
-    return grain.MapDataset.source(windows).shuffle(seed=first).repeat(None).batch(batch_size, batch_fn=_stack)
+    endless = grain.MapDataset.source(windows).shuffle(seed=first).repeat(None)
+    mine = range(batch_size)[rows]
+    batches = grain.MapDataset.range(len(endless) // batch_size)
+    return batches.map(lambda step: _stack([endless[step * batch_size + row] for row in mine]))
 
 
 def iterate(batches: Any, start_step: int, workers: int) -> Iterator[Batch]:

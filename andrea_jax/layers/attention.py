@@ -7,35 +7,41 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from andrea_jax.engine import EngineConfig
 from andrea_jax.layers.blockwise_attention import blockwise_attention
 from andrea_jax.settings import UserError
+from andrea_jax.sharding import constrain, named, several, use
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
 EXPLICIT_UP_TO = 256  # on CPU, up to this context, one [T, T] tile per head is faster than blocks
 
 
-def attention(p: Mapping[str, jax.Array], x_BTD: jax.Array, attend: Attend) -> jax.Array:
+def attention(p: Mapping[str, jax.Array], x_BTD: jax.Array, attend: Attend, mesh: Mesh | None = None) -> jax.Array:
     """attend(q, k, v), heads concatenated, times `out`; q, k, v = x `qkv`. The biases may be absent."""
     dtype = x_BTD.dtype
     D, N, _, H = p["qkv"].shape
-    qkv_BTNSH = (x_BTD @ p["qkv"].astype(dtype).reshape(D, -1)).reshape(*x_BTD.shape[:-1], N, 3, H)
+    qkv = use(p["qkv"], dtype, mesh, "embed", "heads", None, None)
+    qkv_BTNSH = (x_BTD @ qkv.reshape(D, -1)).reshape(*x_BTD.shape[:-1], N, 3, H)
+    qkv_BTNSH = constrain(qkv_BTNSH, mesh, "batch", None, "heads", None, None)
     if "b_qkv" in p:
         qkv_BTNSH = qkv_BTNSH + p["b_qkv"].astype(dtype)
     y_BTNH = attend(qkv_BTNSH[..., 0, :], qkv_BTNSH[..., 1, :], qkv_BTNSH[..., 2, :])
-    y_BTD = y_BTNH.reshape(*x_BTD.shape[:-1], -1) @ p["out"].astype(dtype).reshape(-1, D)
+    out = use(p["out"], dtype, mesh, "heads", None, "embed")
+    y_BTD = y_BTNH.reshape(*x_BTD.shape[:-1], -1) @ out.reshape(-1, D)
     return y_BTD + p["b_out"].astype(dtype) if "b_out" in p else y_BTD
 
 
-def causal_attend(engine: EngineConfig, segments_BT: jax.Array | None = None) -> Attend:
+def causal_attend(engine: EngineConfig, segments_BT: jax.Array | None = None, mesh: Mesh | None = None) -> Attend:
     """softmax(q k^T / sqrt(H)) v over positions that are not later and, with `segments_BT`, of the same segment.
 
-    The result is a function of q, k, v, each [B, T, N, H]; softmax in float32, output in q's dtype.
+    The result is a function of q, k, v, each [B, T, N, H]; softmax in float32, output in q's dtype. Over a mesh each
+    device attends within its own rows and heads.
     """
 
-    def attend(q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array) -> jax.Array:
+    def attend(q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         T, H = q_BTNH.shape[1], q_BTNH.shape[3]
         back_end = choose_back_end(engine, q_BTNH.dtype, T, H)
         if back_end == "explicit":
@@ -48,7 +54,13 @@ def causal_attend(engine: EngineConfig, segments_BT: jax.Array | None = None) ->
             q_BTNH, k_BTNH, v_BTNH, mask=mask, is_causal=True, implementation=implementation
         )
 
-    return jax.checkpoint(attend) if engine.remat == "attention" else attend
+    if several(mesh):
+        heads, rows = named(mesh, "batch", None, "heads", None).spec, named(mesh, "batch", None).spec
+        attend = jax.shard_map(
+            attend, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False
+        )
+    attend = jax.checkpoint(attend) if engine.remat == "attention" else attend
+    return lambda q_BTNH, k_BTNH, v_BTNH: attend(q_BTNH, k_BTNH, v_BTNH, segments_BT)
 
 
 def explicit_attention(
@@ -73,9 +85,10 @@ def choose_back_end(engine: EngineConfig, dtype: Any, T: int, H: int) -> str:
     return "explicit" if T <= EXPLICIT_UP_TO else "blockwise"
 
 
-def why_not_cudnn(dtype: Any, H: int) -> list[str]:
-    """What keeps cuDNN's attention from running; empty if nothing does."""
-    reasons = [] if jax.default_backend() == "gpu" else [f"the device is {jax.default_backend()}, not a GPU"]
+def why_not_cudnn(dtype: Any, H: int, platform: str | None = None) -> list[str]:
+    """What keeps cuDNN's attention from running, on the default device or another `platform`; empty: nothing."""
+    platform = platform or jax.default_backend()
+    reasons = [] if platform == "gpu" else [f"the device is {platform}, not a GPU"]
     if dtype not in CUDNN_DTYPES:
         reasons.append(f"activations are {jnp.dtype(dtype).name}, not bfloat16 or float16")
     if H % 8 or H > 128:

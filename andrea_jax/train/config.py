@@ -7,10 +7,12 @@ from typing import ClassVar, Literal
 
 from andrea_jax.config import ModelConfig, andrea_nano
 from andrea_jax.data.config import DataConfig
+from andrea_jax.distributed import DistributedConfig
 from andrea_jax.engine import EngineConfig
 from andrea_jax.optimizer import OptimizerConfig
 from andrea_jax.schedule import ScheduleConfig, make_schedule
 from andrea_jax.settings import UserError, check_fields, setting
+from andrea_jax.sharding import MeshConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +22,9 @@ class TrainConfig:
     SECTION: ClassVar[str] = "train"
     steps: int = setting(1000, "optimizer steps in all", at_least=1, at_most=2**31 - 1)
     batch_size: int = setting(8, "windows a step", at_least=1, at_most=2**24)
+    parallel: Literal["jit", "pmap"] = setting(
+        "jit", "jit: any mesh; pmap: the step of each device by itself on its part of the batch, mesh.data only"
+    )
     accumulate: int = setting(1, "parts of a batch that are run one after the other to save memory", at_least=1)
     seed: int = setting(0, "of parameters, order of windows, dropout and samples", at_least=0, at_most=2**31 - 1)
     run_dir: str = setting("runs/nano", "folder of the run; a run found there is continued")
@@ -33,6 +38,9 @@ class TrainConfig:
         None, "windows of the validation split that are evaluated; None: all", at_least=1
     )
     save_every: int = setting(250, "steps between checkpoints", at_least=1)
+    save_minutes: float | None = setting(
+        None, "also save after so many minutes, looked at every log_every steps; None: by steps alone", above=0
+    )
     keep_last: int = setting(2, "newest checkpoints kept, beside the best", at_least=1)
     sample_every: int = setting(500, "steps between samples", at_least=1)
     sample_tokens: int = setting(120, "tokens of a sample", at_least=1)
@@ -58,6 +66,8 @@ class RunConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
         make_schedule(self.schedule, self.train.steps)

@@ -14,7 +14,7 @@ from andrea_jax.inspect.flops import model_flops_utilization
 from andrea_jax.settings import RunError
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.report import Report
-from andrea_jax.train.run_folder import MetricsLog
+from andrea_jax.train.run_folder import MetricsLog, NoLog
 
 PHASES = ("data", "step", "evaluation", "save")
 
@@ -28,7 +28,7 @@ class Meter:
     def __init__(
         self,
         config: RunConfig,
-        log: MetricsLog,
+        log: MetricsLog | NoLog,
         report: Report,
         first: int,
         tokens: int,

@@ -6,22 +6,32 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from andrea_jax.checkpoint import complete_steps, discard_incomplete, model_config, read_meta, restore_state
+from andrea_jax.distributed import agree, barrier, is_main
 from andrea_jax.settings import UserError
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.corpus import TokenCorpus
+from andrea_jax.train.parallel import sharded_abstract_state, sharded_init_state
 from andrea_jax.train.report import Report
-from andrea_jax.train.state import State, abstract_state, init_state
+from andrea_jax.train.state import State
 
 
 def make_meta(config: RunConfig, corpus: TokenCorpus) -> dict[str, Any]:
     """What a checkpoint says beside its arrays."""
     return {
         "model": dataclasses.asdict(config.model),
-        "settings": {f.name: dataclasses.asdict(getattr(config, f.name)) for f in dataclasses.fields(config)},
+        "settings": run_settings(config),
         "tokenizer": corpus.tokenizer.to_dict(),
         "data": data_identity(corpus),
     }
+
+
+def run_settings(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """All settings but those that say which of several processes this is."""
+    sections = [f.name for f in dataclasses.fields(config) if f.name != "distributed"]
+    return {name: dataclasses.asdict(getattr(config, name)) for name in sections}
 
 
 def data_identity(corpus: TokenCorpus) -> dict[str, Any]:
@@ -29,22 +39,24 @@ def data_identity(corpus: TokenCorpus) -> dict[str, Any]:
     return {"train": [shard["blake2b"] for shard in corpus.manifest["shards"] if shard["split"] == "train"]}
 
 
-def start_state(config: RunConfig, corpus: TokenCorpus, report: Report) -> tuple[State, int]:
+def start_state(config: RunConfig, corpus: TokenCorpus, report: Report, mesh: Mesh) -> tuple[State, int]:
     """The first state, or that of the newest complete checkpoint in `train.run_dir`, and the tokens trained on so far.
 
     Raises:
         UserError: the checkpoint is damaged, or of another model, other data, or already at `train.steps`.
     """
     folder = Path(config.train.run_dir) / "checkpoints"
-    for name in discard_incomplete(folder):
+    for name in discard_incomplete(folder) if is_main() else ():
         report.say(f"skipped and removed the incomplete checkpoint {name}")
+    barrier("checkpoints")
     steps = complete_steps(folder)
+    agree({"the newest checkpoint": steps[-1] if steps else None})
     if not steps:
-        return init_state(config), 0
+        return sharded_init_state(config, mesh), 0
     step = steps[-1]
     meta = read_meta(folder, step)
     _check_same_run(config, corpus, meta, step, report)
-    state = restore_state(folder, step, abstract_state(config))
+    state = restore_state(folder, step, sharded_abstract_state(config, mesh))
     report.say(f"resuming from step {step} ({folder / str(step)})")
     return state, meta["tokens"]
 

@@ -71,6 +71,16 @@ class MetricsLog:
             self._wandb.finish()
 
 
+class NoLog:
+    """Of a process that leaves the writing to process 0."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
 def _tensorboard(run_dir: Path, start_step: int) -> Any:
     from tensorboardX import SummaryWriter
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
+from andrea_jax.layers.dropout import row_keys
 from andrea_jax.loss import Batch, loss_fn
 from andrea_jax.optimizer import make_optimizer
 from andrea_jax.parameters import Params
@@ -18,10 +20,13 @@ from andrea_jax.train.state import State
 Metrics = dict[str, jax.Array]
 
 
-def make_train_step(config: RunConfig) -> Callable[[State, Batch], tuple[State, Metrics]]:
+def make_train_step(
+    config: RunConfig, mesh: Mesh | None = None, axis: str | None = None
+) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """The function (state, batch) -> (state, metrics), to be compiled.
 
-    A step whose loss or gradient is not finite changes only `step`.
+    A step whose loss or gradient is not finite changes only `step`. Over a `mesh` the arrays are whole ones, split as
+    sharding.py says; under pmap `axis` is its axis, the batch a device's part and the result that of all parts.
     """
     optimizer = make_optimizer(config.optimizer, config.model)
     schedule = make_schedule(config.schedule, config.train.steps)
@@ -29,7 +34,7 @@ def make_train_step(config: RunConfig) -> Callable[[State, Batch], tuple[State, 
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = None if base_key is None else jax.random.fold_in(base_key, state.step)
-        loss, nll, grads = loss_and_gradient(state.params, batch, config, key)
+        loss, nll, grads = loss_and_gradient(state.params, batch, config, key, mesh, axis)
         grad_norm, learning_rate = optax.tree.norm(grads), schedule(state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
@@ -43,7 +48,7 @@ def make_train_step(config: RunConfig) -> Callable[[State, Batch], tuple[State, 
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
             "param_norm": optax.tree.norm(params),
-            "tokens": batch["weights_BT"].sum(),
+            "tokens": _over_devices(batch["weights_BT"].sum(), axis),
             "finite": finite,
         }
         return State(state.step + 1, params, optimizer_state), metrics
@@ -52,34 +57,48 @@ def make_train_step(config: RunConfig) -> Callable[[State, Batch], tuple[State, 
 
 
 def loss_and_gradient(
-    params: Params, batch: Batch, config: RunConfig, dropout_key: jax.Array | None
+    params: Params,
+    batch: Batch,
+    config: RunConfig,
+    dropout_key: jax.Array | None,
+    mesh: Mesh | None = None,
+    axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array, Params]:
     """Mean loss and nll over all tokens of the batch, and the gradient of the loss.
 
     With `train.accumulate` parts the gradients are summed one part after the other, each divided by the whole
     batch's weight, so that the result is that of the whole batch.
     """
-    parts = config.train.accumulate
-    weight = batch["weights_BT"].sum()
+    parts, rows = config.train.accumulate, len(batch["tokens_BT"])
+    weight = _over_devices(batch["weights_BT"].sum(), axis)
+    keys_B = row_keys(dropout_key, rows * jax.lax.axis_size(axis) if axis else rows)
+    if axis and keys_B is not None:
+        keys_B = jax.lax.dynamic_slice_in_dim(keys_B, jax.lax.axis_index(axis) * rows, rows)
 
-    def part_gradient(part: Batch, key: jax.Array | None):
+    def part_gradient(part: Batch, keys_B: jax.Array | None):
         def loss(params):
-            return loss_fn(params, part, config.model, config.engine, config.train.z_loss, key, weight)
+            return loss_fn(params, part, config.model, config.engine, config.train.z_loss, keys_B, weight, mesh)
 
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
         return value, metrics["nll"] / jnp.maximum(weight, 1e-9), grads
 
     if parts == 1:
-        return part_gradient(batch, dropout_key)
+        return _over_devices(part_gradient(batch, keys_B), axis)
 
-    def add_part(sums, numbered_part):
-        number, part = numbered_part
-        key = None if dropout_key is None else jax.random.fold_in(dropout_key, number)
-        return jax.tree.map(jnp.add, sums, part_gradient(part, key)), None
+    def add_part(sums, part):
+        return jax.tree.map(jnp.add, sums, part_gradient(*part)), None
 
-    split = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
+    def split(x):  # every `parts`-th row, so that each device cuts its own rows
+        return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+
     start = (jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
-    return jax.lax.scan(add_part, start, (jnp.arange(parts), split))[0]
+    sums, _ = jax.lax.scan(add_part, start, jax.tree.map(split, (batch, keys_B)))
+    return _over_devices(sums, axis)
+
+
+def _over_devices(tree, axis: str | None):
+    """Sums over the devices of pmap's axis."""
+    return jax.lax.psum(tree, axis) if axis else tree
 
 
 def _where(condition: jax.Array, new, old):
