@@ -13,7 +13,7 @@ from andrea_jax.config import ModelConfig
 from andrea_jax.engine import EngineConfig
 from andrea_jax.model import ENGINE, hidden_forward, output_matrix
 from andrea_jax.parameters import Params
-from andrea_jax.sharding import ROWS, add_parts, constrain, several
+from andrea_jax.sharding import ROWS, add_parts, several, use
 from pallas_kernels.cross_entropy import losses_and_gradient
 from pallas_kernels.dispatch import Implementation
 
@@ -90,9 +90,7 @@ def _forward(x_BTD, head_DV, labels_BT, weights_BT, how):
 
 def _backward(how, saved, cotangents):
     dx_BTD, dhead, dweights_BT = ((cotangents[0] * s).astype(s.dtype) for s in saved)  # scaled in float32
-    if several(
-        how.mesh
-    ):  # added as [V, D], as the lookup's gradient of a tied table is: XLA then adds the two together
+    if several(how.mesh):  # added as [V, D], like the gradient of a tied table's lookup, so that XLA adds both at once
         dhead = add_parts(dhead.swapaxes(1, 2), how.mesh, "vocab", "embed").T
     return dx_BTD, dhead, None, dweights_BT
 
@@ -103,12 +101,13 @@ _cross_entropy.defvjp(_forward, _backward)
 def _on_each_device(f, how):
     """f(how, ...) with the head in x's dtype, of each device's rows; what it sums is added once, after its loop.
 
+    Over several devices the head's gradient is left in parts, one of each device, that the backward pass adds.
     The vocabulary, where it is split, stays an axis of jit's: no kernel there, since a row's sums cross devices.
     """
     mesh = how.mesh
 
     def prepared(x_BTD, head_DV, labels_BT, weights_BT):
-        narrow_DV = constrain(head_DV.astype(x_BTD.dtype), mesh, None, "vocab")
+        narrow_DV = use(head_DV, x_BTD.dtype, mesh, "embed", "vocab")
         if not several(mesh):
             return f(how, x_BTD, narrow_DV, labels_BT, weights_BT)
         whole_vocabulary = mesh.shape["tensor"] == 1

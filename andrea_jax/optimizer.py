@@ -8,11 +8,13 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import optax
-from optax.contrib import MuonDimensionNumbers, scale_by_muon
+from jax.sharding import Mesh, PartitionSpec
+from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from andrea_jax.config import ModelConfig
 from andrea_jax.parameters import Spec, decay_mask, map_specs
 from andrea_jax.settings import UserError, check_fields, setting
+from andrea_jax.sharding import several
 
 MUON_RMS = 0.2  # a Muon step is scaled to the size of an Adam step, so that one learning rate serves both
 
@@ -41,7 +43,9 @@ class OptimizerConfig:
             raise UserError(f"optimizer.momentum = {self.momentum} has no effect with optimizer.kind = '{self.kind}'")
 
 
-def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, model: ModelConfig, mesh: Mesh | None = None
+) -> optax.GradientTransformation:
     """The direction of descent: clipped by the global norm of the whole gradient, AdamW or Muon, plus weight decay.
 
     The training step multiplies it by -learning rate, so that the schedule follows the step and nothing else.
@@ -51,7 +55,7 @@ def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.Gradien
     direction = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
     if config.kind == "muon":
         groups = map_specs(lambda _, spec: group_of(config, spec), model)
-        direction = optax.partition({"adamw": direction, "muon": _muon(config, model)}, groups)
+        direction = optax.partition({"adamw": direction, "muon": _muon(config, model, mesh)}, groups)
     return optax.chain(clip, direction, optax.add_decayed_weights(config.weight_decay, mask=decay_mask(model)))
 
 
@@ -60,7 +64,7 @@ def group_of(config: OptimizerConfig, spec: Spec) -> Literal["adamw", "muon"]:
     return "muon" if config.kind == "muon" and spec.matrix is not None else "adamw"
 
 
-def _muon(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransformation:
+def _muon(config: OptimizerConfig, model: ModelConfig, mesh: Mesh | None) -> optax.GradientTransformation:
     """U V^T of the momentum U S V^T of each matrix, by five Newton-Schulz steps, times 0.2 sqrt(max(rows, columns))."""
 
     def numbers(_: str, spec: Spec) -> Any:
@@ -79,6 +83,28 @@ def _muon(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransfor
         beta=0.95 if config.momentum is None else config.momentum,
         weight_dimension_numbers=lambda _: map_specs(numbers, model),
     )
+    if several(mesh):
+        orthogonal = _by_layers(orthogonal, mesh, model.n_layer)
     return optax.chain(
         orthogonal, optax.stateless(lambda updates, _: jax.tree.map(lambda u, s: s * u, updates, scales))
     )
+
+
+def _by_layers(muon: optax.GradientTransformation, mesh: Mesh, n_layer: int) -> optax.GradientTransformation:
+    """The same, each device on whole matrices: those of its layers where `fsdp` and `tensor` divide them, or all.
+
+    Left to itself, XLA sends every product of the Newton-Schulz steps.
+    """
+    axes = tuple(axis for axis in ("fsdp", "tensor") if mesh.shape[axis] > 1)
+    while n_layer % math.prod(mesh.shape[axis] for axis in axes):
+        axes = axes[:-1]
+    layers, whole = PartitionSpec(axes or None), PartitionSpec()
+    state = MuonState(count=whole, mu=layers, ns_coeffs=whole)
+    update = jax.shard_map(
+        lambda updates, state: muon.update(updates, state),
+        mesh=mesh,
+        in_specs=(layers, state),
+        out_specs=(layers, state),
+        check_vma=False,
+    )
+    return optax.GradientTransformation(muon.init, lambda updates, state, params=None: update(updates, state))

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from andrea_jax.checkpoint import complete_steps, last_saved, open_for_saving, save
 from andrea_jax.data.windows import eval_batches, iterate, make_batches
@@ -51,9 +52,10 @@ def train(config: RunConfig, corpus: TokenCorpus, report: Report | None = None, 
         RunError: a loss or gradient that is not finite; a checkpoint that cannot be written.
     """
     run_dir = Path(config.train.run_dir)
+    mesh = run_mesh(config)  # refused before there is a folder
     with locked(run_dir) if is_main() else nullcontext(), stop_on_signal(together=jax.process_count() > 1) as stop:
         try:
-            return _train(config, corpus, report or Quiet(), config_text, run_dir, stop)
+            return _train(config, corpus, report or Quiet(), config_text, run_dir, mesh, stop)
         except OSError as error:
             steps = complete_steps(run_dir / "checkpoints")
             last = f"the last complete checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
@@ -61,13 +63,18 @@ def train(config: RunConfig, corpus: TokenCorpus, report: Report | None = None, 
 
 
 def _train(
-    config: RunConfig, corpus: TokenCorpus, report: Report, config_text: str, run_dir: Path, stop: StopRequest
+    config: RunConfig,
+    corpus: TokenCorpus,
+    report: Report,
+    config_text: str,
+    run_dir: Path,
+    mesh: Mesh,
+    stop: StopRequest,
 ) -> Result:
     options, tokenizer = config.train, corpus.tokenizer
     sizes = (options.batch_size, config.model.context_length)
     documents = (config.data.mask_documents, tokenizer.bos)
     encode_prompt(tokenizer, options.sample_prompt, config.model.context_length)  # refused now, not at the first sample
-    mesh = run_mesh(config)
     batches = make_batches(corpus.train, *sizes, options.seed, *documents, local_rows(mesh, options.batch_size))
     state, tokens = start_state(config, corpus, report, mesh)
     first = int(state.step)

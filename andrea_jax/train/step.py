@@ -28,7 +28,7 @@ def make_train_step(
     A step whose loss or gradient is not finite changes only `step`. Over a `mesh` the arrays are whole ones, split as
     sharding.py says; under pmap `axis` is its axis, the batch a device's part and the result that of all parts.
     """
-    optimizer = make_optimizer(config.optimizer, config.model)
+    optimizer = make_optimizer(config.optimizer, config.model, mesh)
     schedule = make_schedule(config.schedule, config.train.steps)
     base_key = jax.random.key(config.train.seed + 1) if config.model.dropout else None
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from aot.gpu import compile_for
+from bench.hlo_kernels import bytes_of, total
 
 from andrea_jax import EngineConfig, andrea_12m, andrea_120m
 from andrea_jax.train.config import RunConfig, TrainConfig
@@ -57,3 +58,17 @@ def test_the_loss_never_holds_the_logits_of_the_batch():
     rows = 64 * 1024
     assert f"[{rows},50304]" not in text
     assert "[64,1024,50304]" not in text
+
+
+def test_the_default_chunk_of_the_loss_saves_bytes_in_memory_that_the_blocks_take_anyway():
+    model = andrea_120m(vocab_size=50257, vocab_multiple=128)
+
+    def moved_and_held(chunk):
+        compiled = compiled_step("h200", model, 64, dataclasses.replace(CUDNN, kernels="pallas", loss_chunk=chunk))
+        return total(bytes_of(compiled)), compiled.memory_analysis().temp_size_in_bytes
+
+    (moved, held), (moved_64_mib, held_64_mib), (moved_twice, held_twice) = map(moved_and_held, (0, 333, 8 * 768))
+    assert moved < 0.8 * moved_64_mib
+    assert moved < 1.02 * moved_twice
+    assert held < held_64_mib + 0.1 * GIB
+    assert held < held_twice - 0.3 * GIB

@@ -186,21 +186,21 @@ def test_the_largest_seed_and_step_run():
     assert state.step.dtype == jnp.int32
 
 
-def test_parts_of_a_batch_have_dropout_of_their_own():
-    """Two equal halves: with one key the loss would be twice that of a half."""
-    half = jax.tree.map(lambda x: x[:2], batch())
-    twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), half)
-    config, key, params = with_train(DROPOUT, accumulate=2), jax.random.key(5), state_of(DROPOUT).params
-    loss = jax.jit(lambda p: loss_and_gradient(p, twice, config, key)[0])(params)
-
-    @jax.jit
-    def part(number):
-        total = twice["weights_BT"].sum()
-        return loss_fn(params, half, DROPOUT.model, DROPOUT.engine, 1e-3, jax.random.fold_in(key, number), total)[0]
-
-    first, second = part(0), part(1)
-    assert abs(first - second) > 1e-3
-    np.testing.assert_allclose(loss, first + second, rtol=16 * ULP)
+def test_dropout_is_of_a_row_whichever_part_or_device_has_it():
+    """Parts give the whole batch's gradient, mask for mask; rows whose places are swapped do not."""
+    key, data, params = jax.random.key(5), batch(0, np.ones((B, T))), state_of(DROPOUT).params
+    whole, parted = (
+        jax.jit(partial(loss_and_gradient, config=with_train(DROPOUT, accumulate=parts), dropout_key=key))
+        for parts in (1, 4)
+    )
+    expected = whole(params, data)
+    for (path, found), wanted in zip(
+        jax.tree.leaves_with_path(parted(params, data)), jax.tree.leaves(expected), strict=True
+    ):
+        atol = 32 * ULP * np.abs(wanted).max()
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=path_name(path))
+    swapped = jax.tree.map(lambda x: x[::-1], data)  # the same rows, each under another's mask
+    assert abs(float(whole(params, swapped)[0] - expected[0])) > 1e-3
 
 
 def test_a_batch_that_does_not_divide_into_parts_is_refused():
