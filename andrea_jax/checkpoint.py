@@ -11,10 +11,11 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers as policies
@@ -113,10 +114,37 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
         return meta
 
 
+class Saved(NamedTuple):
+    """What a checkpoint says of one tensor; `mesh` has the sizes of the mesh that it was saved from."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    mesh: dict[str, int]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+def saved_tensors(folder: Path, step: int, item: str) -> dict[str, Saved]:
+    """Every tensor of the item `params` or `optimizer`; nothing of their content is read."""
+    return {path_name(path): _saved(leaf) for path, leaf in jax.tree.leaves_with_path(_describe(folder, step, item))}
+
+
+def read_tensors(folder: Path, step: int, item: str) -> dict[str, np.ndarray]:
+    """The tensors of the item `params` or `optimizer` in host memory, whatever wrote them; parameters are verified."""
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _describe(folder, step, item))
+    if item == "params":
+        tree = _restore_params(folder, step, abstract, read_meta(folder, step))
+    else:
+        tree = _restore(folder, step, item, abstract)
+    return {path_name(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(tree)}
+
+
 def restore_state(folder: Path, step: int, abstract: State) -> State:
     """The state of one checkpoint, with the shapes, dtypes and shardings of `abstract`; parameters are verified."""
     params = _restore_params(folder, step, abstract.params, read_meta(folder, step))
-    return State(jnp.int32(step), params, _restore(folder, step, "optimizer", abstract.optimizer))
+    counter = jax.device_put(np.int32(step), getattr(abstract.step, "sharding", None))
+    return State(counter, params, _restore(folder, step, "optimizer", abstract.optimizer))
 
 
 def load_checkpoint(path: str | Path, step: int | None = None) -> tuple[Params, ModelConfig, Tokenizer]:
@@ -184,8 +212,38 @@ def _restore(folder: Path, step: int, item: str, abstract: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or here)
 
     abstract = jax.tree.map(place, abstract)
+    _check_fits(folder, step, item, abstract)
     with _reading(folder, step), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
         return reader.restore((folder / str(step) / item).absolute(), args=ocp.args.StandardRestore(abstract))
+
+
+def _describe(folder: Path, step: int, item: str) -> Any:
+    """The item's tree, each tensor replaced by what orbax says of it."""
+    with _reading(folder, step):
+        return ocp.StandardCheckpointHandler().metadata((folder / str(step) / item).absolute()).tree
+
+
+def _saved(leaf: Any) -> Saved:
+    sharding = leaf.sharding
+    mesh = dict(zip(sharding.axis_names, map(int, sharding.shape), strict=True)) if hasattr(sharding, "shape") else {}
+    return Saved(tuple(leaf.shape), jnp.dtype(leaf.dtype).name, mesh)
+
+
+def _check_fits(folder: Path, step: int, item: str, abstract: Any) -> None:
+    """Raises UserError naming the first tensor that is missing, too much, or of another shape or dtype.
+
+    Orbax itself would convert a dtype without a word.
+    """
+    wanted = {path_name(p): Saved(x.shape, x.dtype.name, {}) for p, x in jax.tree.leaves_with_path(abstract)}
+    found = saved_tensors(folder, step, item)
+    wrong = [
+        f"{item} {name} is {found.get(name, 'not in it')}, expected {wanted.get(name, 'no such tensor')}"
+        for name in wanted | found
+        if name not in wanted or name not in found or wanted[name][:2] != found[name][:2]
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise UserError(f"checkpoint {folder / str(step)} cannot be restored: {wrong[0]}{more}")
 
 
 @contextlib.contextmanager

@@ -33,11 +33,13 @@ def main(
     script_flags: absl_flags.FlagValues | None = None,
     uses: Iterable[str] = tuple(SECTIONS),
     argv: Sequence[str] | None = None,
+    arguments: Sequence[str] = (),
 ) -> NoReturn:
     """Reads the command line, calls `run(config, bound)` and exits: 0 or what it returned, 1 failed, 2 wrong input.
 
     `bound` maps each setting that the user bound to where. `script_flags` holds the script's own flags. `uses` names
     the sections and settings that the script reads: others are refused as flags, and noted when a gin file binds them.
+    `arguments` are the flags whose values may be given without their names, in this order.
     """
     _silence_libraries()
     if argv is None:  # a script of its own, not a call within another program
@@ -48,9 +50,9 @@ def main(
     try:
         _define_gin_flags(own)
         if {"--help", "-help", "-h"} & set(argv[1:]):
-            print(_help(description, argv[0], own, names))
+            print(_help(description, argv[0], own, names, arguments))
             sys.exit(0)
-        _parse(argv, own)
+        _parse(argv, own, arguments)
         given = {name: own[f"gin.{name}"].value[0] for name in SETTINGS if own[f"gin.{name}"].present}
         config, bound = run_config(own["gin_file"].value, own["gin_bindings"].value, given)
         _check_used(bound, names, Path(argv[0]).name)
@@ -129,9 +131,12 @@ def _define_gin_flags(own: absl_flags.FlagValues) -> None:
         absl_flags.DEFINE_multi_string(f"gin.{name}", [], setting.help, own)
 
 
-def _parse(argv: list[str], own: absl_flags.FlagValues) -> None:
+def _parse(argv: list[str], own: absl_flags.FlagValues, arguments: Sequence[str] = ()) -> None:
     try:
         rest = own(argv)
+        for name, value in zip(arguments, rest[1:], strict=False):
+            own[name].parse(value)
+        rest[1 : 1 + len(arguments)] = []
     except absl_flags.UnrecognizedFlagError as error:
         raise UserError(_unknown_flag(error.flagname, own)) from None
     except (absl_flags.Error, ValueError) as error:
@@ -181,13 +186,16 @@ def _check_used(bound: dict[str, str], names: Collection[str], script: str) -> N
         print(f"note: {script} does not use what the gin files say on {', '.join(sections)}", file=sys.stderr)
 
 
-def _help(description: str, script: str, own: absl_flags.FlagValues, names: Collection[str]) -> str:
+def _help(
+    description: str, script: str, own: absl_flags.FlagValues, names: Collection[str], arguments: Sequence[str] = ()
+) -> str:
     flags = [own[name] for name in own if not name.startswith("gin.")]
     flag_rows = [
         (f"--{flag.name}", "" if flag.default in (None, []) else repr(flag.default), flag.help) for flag in flags
     ]
     rows = [help_row(setting) for name, setting in SETTINGS.items() if name in names]
-    text = f"""usage: python {script} [--FLAG=VALUE ...] [--gin_file=FILE] [--gin.NAME=VALUE ...]
+    given = "".join(f" {name.upper()}" for name in arguments)
+    text = f"""usage: python {script}{given} [--FLAG=VALUE ...] [--gin_file=FILE] [--gin.NAME=VALUE ...]
 
 {description.strip()}
 
