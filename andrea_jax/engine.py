@@ -24,7 +24,7 @@ class EngineConfig:
     )
     attention_block: int = setting(128, "query rows at a time in blockwise attention", at_least=1)
     blocks: Literal["auto", "scan", "unroll"] = setting(
-        "auto", "one compiled block in a loop, or all unrolled; auto: unrolled, which moves fewer bytes"
+        "auto", "one compiled block in a loop, or all unrolled, which moves fewer bytes; auto: a loop if remat='block'"
     )
     remat: Literal["none", "attention", "block"] = setting(
         "none", "what is recomputed in the backward pass to save memory"
@@ -46,4 +46,5 @@ class EngineConfig:
 
     @property
     def unrolled(self) -> bool:
-        return self.blocks != "scan"
+        """Whether blocks are; over several devices XLA moves unrolled recomputation forward, where it saves nothing."""
+        return self.blocks == "unroll" or (self.blocks == "auto" and self.remat != "block")
