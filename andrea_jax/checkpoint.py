@@ -142,9 +142,14 @@ def read_tensors(folder: Path, step: int, item: str) -> dict[str, np.ndarray]:
 
 def restore_state(folder: Path, step: int, abstract: State) -> State:
     """The state of one checkpoint, with the shapes, dtypes and shardings of `abstract`; parameters are verified."""
-    params = _restore_params(folder, step, abstract.params, read_meta(folder, step))
+    params = restore_params(folder, step, abstract.params)
     counter = jax.device_put(np.int32(step), getattr(abstract.step, "sharding", None))
     return State(counter, params, _restore(folder, step, "optimizer", abstract.optimizer))
+
+
+def restore_params(folder: Path, step: int, abstract: Params) -> Params:
+    """The parameters of one checkpoint, verified, with the shapes, dtypes and shardings of `abstract`."""
+    return _restore_params(folder, step, abstract, read_meta(folder, step))
 
 
 def load_checkpoint(path: str | Path, step: int | None = None) -> tuple[Params, ModelConfig, Tokenizer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from andrea_jax.settings import UserError
 BOS_NAMES = ("<|endoftext|>", "<s>", "<bos>", "[BOS]", "<|begin_of_text|>", "<|startoftext|>")
 
 
-def hf_tokenizer(definition: str) -> Tokenizer:
+def hf_tokenizer(definition: str, bos: int | None = None, ends: Sequence[int] = ()) -> Tokenizer:
     """From the text of a tokenizer.json. Marks (special tokens) in a text are read as text, and decode to b"".
+
+    `bos` is the id that begins a document, by default that of the first of BOS_NAMES; `ends` are ids that end one.
 
     Byte-level without a normalizer or prefix space: decode(encode(text)) == text for any bytes. Others keep of UTF-8
     text what their normalizer keeps; SentencePiece and WordPiece forms may add a space at the start; bytes that are
@@ -43,14 +46,17 @@ def hf_tokenizer(definition: str) -> Tokenizer:
             pieces[i] = b"" if added[i].special else added[i].content.encode()
         else:
             pieces[i] = spell(text)
-    bos = next((vocabulary[name] for name in BOS_NAMES if name in vocabulary), None)
+    recipe: dict[str, Any] = {"definition": definition}
+    recipe |= ({} if bos is None else {"bos": bos}) | ({"ends": list(ends)} if ends else {})
+    if bos is None:
+        bos = next((vocabulary[name] for name in BOS_NAMES if name in vocabulary), None)
     if bos is not None:
         pieces[bos] = b""
 
     def encode_texts(texts: list[str]) -> list[Any]:
         return [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
 
-    return Tokenizer("hf", bos, tuple(pieces), {"definition": definition}, encode_texts, _byte_ids(vocabulary))
+    return Tokenizer("hf", bos, tuple(pieces), recipe, encode_texts, _byte_ids(vocabulary), tuple(ends))
 
 
 def _parts(node: Any) -> list[dict[str, Any]]:

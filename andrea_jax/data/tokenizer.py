@@ -33,6 +33,7 @@ class Tokenizer:
     recipe: dict[str, Any]  # JSON-able; what `from_dict` needs beside the kind
     encode_texts: Callable[[list[str]], Sequence[Any]]  # ids of each text; texts are valid Unicode
     byte_ids: np.ndarray | None  # [256] ids of single bytes, for what is not UTF-8
+    ends: tuple[int, ...] = ()  # ids that end a text, beside BOS
 
     @property
     def size(self) -> int:

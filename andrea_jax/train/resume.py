@@ -8,7 +8,14 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from andrea_jax.checkpoint import complete_steps, discard_incomplete, model_config, read_meta, restore_state
+from andrea_jax.checkpoint import (
+    complete_steps,
+    discard_incomplete,
+    model_config,
+    read_meta,
+    restore_params,
+    restore_state,
+)
 from andrea_jax.distributed import agree, barrier, is_main
 from andrea_jax.settings import UserError
 from andrea_jax.train.config import RunConfig
@@ -43,7 +50,8 @@ def start_state(config: RunConfig, corpus: TokenCorpus, report: Report, mesh: Me
     """The first state, or that of the newest complete checkpoint in `train.run_dir`, and the tokens trained on so far.
 
     Raises:
-        UserError: the checkpoint is damaged, or of another model, other data, or already at `train.steps`.
+        UserError: the checkpoint is damaged, or of another model, other data or another tokenizer, or already at
+            `train.steps`.
     """
     folder = Path(config.train.run_dir) / "checkpoints"
     for name in discard_incomplete(folder) if is_main() else ():
@@ -56,6 +64,11 @@ def start_state(config: RunConfig, corpus: TokenCorpus, report: Report, mesh: Me
     step = steps[-1]
     meta = read_meta(folder, step)
     _check_same_run(config, corpus, meta, step, report)
+    if meta["data"] is None:
+        report.say(f"starting with the parameters of {folder / str(step)}")
+        first = sharded_init_state(config, mesh)
+        params = restore_params(folder, step, sharded_abstract_state(config, mesh).params)
+        return State(first.step, params, first.optimizer), 0
     state = restore_state(folder, step, sharded_abstract_state(config, mesh))
     report.say(f"resuming from step {step} ({folder / str(step)})")
     return state, meta["tokens"]
@@ -69,6 +82,12 @@ def _check_same_run(config: RunConfig, corpus: TokenCorpus, meta: dict[str, Any]
             f"{run_dir} holds another model (checkpoint != settings): {'; '.join(different)}. "
             "Choose another train.run_dir, or the settings of that run"
         )
+    if meta["data"] is None:  # parameters from elsewhere, not trained here yet
+        if meta["tokenizer"] != corpus.tokenizer.to_dict():
+            raise UserError(
+                f"{run_dir} holds a model of another tokenizer; set data.tokenizer = '{run_dir}/tokenizer.json'"
+            )
+        return
     kind = meta["settings"]["optimizer"]["kind"]
     if kind != config.optimizer.kind:
         raise UserError(

@@ -1,0 +1,43 @@
+"""When two configs compute the same function."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from andrea_jax.config import ModelConfig
+from andrea_jax.layers.position import yarn_length
+
+
+def canonical(config: ModelConfig) -> ModelConfig:
+    """The same function, with each derived value written out and each value without effect at its default.
+
+    Padding of the vocabulary and dropout are not part of it.
+    """
+    default = ModelConfig()
+    scaling = config.rotary_scaling if config.position == "rotary" else "none"
+    changes: dict[str, Any] = {
+        "mlp_size": config.mlp_dim,
+        "n_kv_head": config.kv_heads,
+        "head_size": config.head_dim,
+        "attention_scale": config.attention_scale or config.head_dim**-0.5,
+    }
+    without_effect = ["mlp_ratio", "mlp_multiple", "vocab_multiple", "dropout"]
+    if config.window is None or config.global_every == 1:
+        without_effect += ["window", "global_every", "rotary_local_base"]
+    elif config.global_every is not None and config.global_every > config.n_layer:
+        without_effect += ["global_every"]
+    if config.position != "rotary":
+        without_effect += ["rotary_base", "rotary_local_base", "rotary_scaling"]
+    if scaling == "none":
+        without_effect += ["rotary_factor"]
+        without_effect += ["rotary_local_base"] if config.rotary_local_base == config.rotary_base else []
+    if scaling in ("llama3", "yarn"):
+        changes["rotary_original"] = config.rotary_original or config.context_length
+    else:
+        without_effect += ["rotary_original", "rotary_slow", "rotary_fast"]
+    if scaling == "yarn":
+        changes["rotary_length"] = config.rotary_length or yarn_length(config.rotary_factor)
+    else:
+        without_effect += ["rotary_length"]
+    return dataclasses.replace(config, **changes | {name: getattr(default, name) for name in without_effect})
