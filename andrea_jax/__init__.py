@@ -1,22 +1,25 @@
 """Train GPT-style language models with pure JAX functions."""
 
 from andrea_jax.checkpoint import load_checkpoint
-from andrea_jax.config import (
-    PRESETS,
-    ModelConfig,
-    andrea_12m,
-    andrea_12m_card,
-    andrea_120m,
-    andrea_120m_card,
-    andrea_480m,
-    andrea_nano,
-)
+from andrea_jax.config import ModelConfig
 from andrea_jax.engine import EngineConfig
 from andrea_jax.evaluate import evaluate
 from andrea_jax.generate import generate, stream
 from andrea_jax.loss import cross_entropy, loss_fn
 from andrea_jax.model import block_forward, model_forward
 from andrea_jax.parameters import abstract_params, count_parameters, decay_mask, init_params, specs
+from andrea_jax.presets import (
+    PRESETS,
+    andrea_12m,
+    andrea_12m_card,
+    andrea_120m,
+    andrea_120m_card,
+    andrea_480m,
+    andrea_modern_12m,
+    andrea_modern_120m,
+    andrea_modern_480m,
+    andrea_nano,
+)
 from andrea_jax.sampling import SamplingConfig
 from andrea_jax.settings import RunError, UserError
 
@@ -33,6 +36,9 @@ __all__ = [
     "andrea_120m",
     "andrea_120m_card",
     "andrea_480m",
+    "andrea_modern_12m",
+    "andrea_modern_120m",
+    "andrea_modern_480m",
     "andrea_nano",
     "block_forward",
     "count_parameters",

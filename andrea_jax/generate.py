@@ -33,8 +33,9 @@ def generate(
 ) -> list[str]:
     """The continuation of each prompt, without it; prompts may differ in length.
 
-    A text ends before a stop text, at the end of its document (a sampled BOS) or after `max_tokens`. It depends on
-    the seed and on its place in `prompts`, not on the other prompts. A full window goes on with its newest half.
+    A text ends before a stop text, at the end of its document (a sampled BOS or another end) or after `max_tokens`. It
+    depends on the seed and on its place in `prompts`, not on the other prompts. A full window goes on with its newest
+    half.
 
     Raises:
         UserError: a prompt longer than the context or that the tokenizer cannot encode; a tokenizer of another model.
@@ -107,8 +108,8 @@ def _pieces(
         raise UserError(f"the tokenizer has {tokenizer.size} ids, but ModelConfig.vocab_size is {config.vocab_size}")
     windows = [encode_prompt(tokenizer, prompt, config.context_length) for prompt in prompts]
     allowed_V = np.arange(config.vocab_size) < tokenizer.size
-    if sampling.ignore_end and tokenizer.bos is not None:
-        allowed_V[tokenizer.bos] = False
+    if sampling.ignore_end:
+        allowed_V[[i for i in (tokenizer.bos, *tokenizer.ends) if i is not None]] = False
     tokens = sample_tokens(params, windows, allowed_V, config, sampling, seed, engine)
     return _decode(tokenizer, itertools.islice(tokens, max_tokens), len(prompts), sampling.stop)
 
@@ -134,7 +135,7 @@ class _Text:
         self.ended = False
 
     def add(self, tokenizer: Tokenizer, token: int) -> str:
-        if self.ended or token == tokenizer.bos:
+        if self.ended or token == tokenizer.bos or token in tokenizer.ends:
             return self.end()
         self.held += tokenizer.decode([token])
         found = [at for stop in self.stop if (at := self.held.find(stop)) >= 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,15 @@ import jax.numpy as jnp
 from andrea_jax.config import ModelConfig
 from andrea_jax.engine import EngineConfig
 from andrea_jax.layers.attention import causal_attend
-from andrea_jax.layers.norm import layer_norm
-from andrea_jax.model import block_forward, output_matrix
+from andrea_jax.layers.position import rotate
+from andrea_jax.layers.scores import attend_to_past, capped
+from andrea_jax.model import block_forward, final_norm, output_matrix
 from andrea_jax.parameters import Params
 
 
 class KeyValueCache(NamedTuple):
-    """Keys and values [L, B, S, N, H] in the engine's dtype; S is the context length."""
+    """Keys, rotated where the model rotates them, and values [L, B, S, K, H] in the engine's dtype; S is the context
+    length."""
 
     k: jax.Array
     v: jax.Array
@@ -25,7 +27,7 @@ class KeyValueCache(NamedTuple):
 
 def empty_cache(batch: int, config: ModelConfig, engine: EngineConfig) -> KeyValueCache:
     """Zeros; no position is written yet."""
-    shape = (config.n_layer, batch, config.context_length, config.n_head, config.head_dim)
+    shape = (config.n_layer, batch, config.context_length, config.kv_heads, config.head_dim)
     return KeyValueCache(jnp.zeros(shape, engine.activation_dtype), jnp.zeros(shape, engine.activation_dtype))
 
 
@@ -42,10 +44,14 @@ def prefill(
     Rows are padded on the right with any ids: what stands behind a row's last token is written again before
     `decode_step` looks at it, and no earlier position attends to it.
     """
-    T = tokens_BT.shape[1]
-    x_BTD = (params["token_embedding"][tokens_BT] + params["position_embedding"][:T]).astype(engine.activation_dtype)
-    causal = causal_attend(engine)
-    _, new = _run_blocks(params, x_BTD, None, lambda past, q, k, v: causal(q, k, v), config)
+    B, T = tokens_BT.shape
+    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+
+    def attend(past, layer, q_BTNH, k_BTKH, v_BTKH):
+        attended_BTNH = causal_attend(config, engine, layer=layer)(q_BTNH, k_BTKH, v_BTKH)
+        return attended_BTNH, KeyValueCache(_turned(k_BTKH, positions_BT, config, layer), v_BTKH)
+
+    _, new = _run_blocks(params, tokens_BT, positions_BT, None, attend, config, engine)
     chosen = rows_B[:, None, None, None]
     return jax.tree.map(lambda old, new: old.at[:, :, :T].set(jnp.where(chosen, new, old[:, :, :T])), cache, new)
 
@@ -62,43 +68,54 @@ def decode_step(
 
     Row b's token stands at position `positions_B[b]` below the context length; all before it must have been written.
     """
-    rows_B = jnp.arange(len(tokens_B))
-    visible_BS = jnp.arange(config.context_length) <= positions_B[:, None]
+    rows_B, positions_B1 = jnp.arange(len(tokens_B)), positions_B[:, None]
 
-    def attend(past: KeyValueCache, q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array) -> jax.Array:
-        k_BSNH = past.k.at[rows_B, positions_B].set(k_BTNH[:, 0])
-        v_BSNH = past.v.at[rows_B, positions_B].set(v_BTNH[:, 0])
-        scores_BNS = jnp.einsum("BNH,BSNH->BNS", q_BTNH[:, 0], k_BSNH, preferred_element_type=jnp.float32)
-        scores_BNS = jnp.where(visible_BS[:, None], scores_BNS * config.head_dim**-0.5, -jnp.inf)
-        weights_BNS = jax.nn.softmax(scores_BNS, axis=-1).astype(v_BSNH.dtype)
-        return jnp.einsum("BNS,BSNH->BNH", weights_BNS, v_BSNH)[:, None]
+    def attend(past, layer, q_B1NH, k_B1KH, v_B1KH):
+        q_B1NH, k_B1KH = (_turned(x, positions_B1, config, layer) for x in (q_B1NH, k_B1KH))
+        k_BSKH = past.k.at[rows_B, positions_B].set(k_B1KH[:, 0])
+        v_BSKH = past.v.at[rows_B, positions_B].set(v_B1KH[:, 0])
+        attended_BNH = attend_to_past(q_B1NH[:, 0], k_BSKH, v_BSKH, positions_B, config, config.sees_all(layer))
+        return attended_BNH[:, None], KeyValueCache(k_B1KH, v_B1KH)
 
-    x_BD = (params["token_embedding"][tokens_B] + params["position_embedding"][positions_B]).astype(
-        engine.activation_dtype
-    )
-    x_BTD, new = _run_blocks(params, x_BD[:, None], cache, attend, config)
+    x_B1D, new = _run_blocks(params, tokens_B[:, None], positions_B1, cache, attend, config, engine)
     cache = jax.tree.map(lambda old, new: old.at[:, rows_B, positions_B].set(new[:, :, 0]), cache, new)
-    _, x_BD = layer_norm(params["final_norm"], x_BTD[:, 0], config.norm_eps)
+    x_BD = final_norm(params, x_B1D[:, 0], config)
     head_DV = output_matrix(params, config)[:, : config.vocab_size]
-    return jnp.matmul(x_BD, head_DV.astype(x_BD.dtype), preferred_element_type=jnp.float32), cache
+    logits_BV = jnp.matmul(x_BD, head_DV.astype(x_BD.dtype), preferred_element_type=jnp.float32)
+    return capped(logits_BV, config.logit_soft_cap), cache
+
+
+def _turned(x_BTNH: jax.Array, positions_BT: jax.Array, config: ModelConfig, layer: jax.Array) -> jax.Array:
+    return rotate(x_BTNH, positions_BT, config, config.sees_all(layer)) if config.position == "rotary" else x_BTNH
 
 
 def _run_blocks(
-    params: Params, x_BTD: jax.Array, past: KeyValueCache | None, attend: Callable[..., jax.Array], config: ModelConfig
+    params: Params,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    past: KeyValueCache | None,
+    attend: Callable[..., tuple[jax.Array, KeyValueCache]],
+    config: ModelConfig,
+    engine: EngineConfig,
 ) -> tuple[jax.Array, KeyValueCache]:
-    """x after all blocks, and the keys and values of its positions, [L, B, T, N, H]; `attend(past, q, k, v)` attends.
+    """x after all blocks, and the keys and values of its positions, [L, B, T, K, H], as `attend` keeps them.
 
     Always a scan: unrolled, each step would copy every layer's weights out of the stack.
     """
+    x_BTD = params["token_embedding"][tokens_BT] * config.embedding_scale
+    if config.position == "learned":
+        x_BTD = x_BTD + params["position_embedding"][positions_BT]
 
-    def block(x_BTD: jax.Array, layer: tuple[Params, KeyValueCache | None]) -> tuple[jax.Array, KeyValueCache]:
-        p, past = layer
-        new = []
+    def block(x_BTD: jax.Array, block_layer: Any) -> tuple[jax.Array, KeyValueCache]:
+        p, past, layer = block_layer
+        kept = []
 
-        def remember_and_attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            new.append(KeyValueCache(k, v))
-            return attend(past, q, k, v)
+        def attend_and_keep(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            attended, new = attend(past, layer, q, k, v)
+            kept.append(new)
+            return attended
 
-        return block_forward(p, x_BTD, config, remember_and_attend), new[0]
+        return block_forward(p, x_BTD, config, attend_and_keep), kept[0]
 
-    return jax.lax.scan(block, x_BTD, (params["blocks"], past))
+    blocks = (params["blocks"], past, jnp.arange(config.n_layer))
+    return jax.lax.scan(block, x_BTD.astype(engine.activation_dtype), blocks)

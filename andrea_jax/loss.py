@@ -11,7 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from andrea_jax.config import ModelConfig
 from andrea_jax.engine import EngineConfig
-from andrea_jax.model import ENGINE, hidden_forward, output_matrix
+from andrea_jax.layers.moe import routing_loss
+from andrea_jax.layers.scores import capped
+from andrea_jax.model import ENGINE, hidden_and_routing, output_matrix
 from andrea_jax.parameters import Params
 from andrea_jax.sharding import ROWS, add_parts, several, use
 from pallas_kernels.cross_entropy import losses_and_gradient
@@ -33,15 +35,24 @@ def loss_fn(
     """Mean over the batch's token weights of -ln p(target) + z_loss * logsumexp(logits)^2, float32.
 
     Divides by `total_weight` instead where the batch is a part of a larger one. Metrics: `nll`, the sum of
-    weight * -ln p(target) in nats, and `weight`, the sum of weights.
+    weight * -ln p(target) in nats, and `weight`, the sum of weights. With experts, the losses of the routers are added,
+    each row's times its weight, and `routing` has such sums of what each block's router did, [L, ...].
     """
-    x_BTD = hidden_forward(params, batch["tokens_BT"], config, engine, batch.get("segments_BT"), dropout_key, mesh)
+    x_BTD, routing = hidden_and_routing(
+        params, batch["tokens_BT"], config, engine, batch.get("segments_BT"), dropout_key, mesh
+    )
     head_DV, weights_BT = output_matrix(params, config), batch["weights_BT"].astype(jnp.float32)
     labels_BT, chunk, kernels = batch["targets_BT"], engine.loss_chunk, engine.kernels
-    total, nll = cross_entropy(x_BTD, head_DV, labels_BT, weights_BT, config.vocab_size, z_loss, chunk, kernels, mesh)
+    sizes = (config.vocab_size, z_loss, chunk)
+    total, nll = cross_entropy(
+        x_BTD, head_DV, labels_BT, weights_BT, *sizes, kernels, mesh, soft_cap=config.logit_soft_cap
+    )
     weight = weights_BT.sum()
-    loss = total / jnp.maximum(weight if total_weight is None else total_weight, 1e-9)
-    return loss, {"nll": nll, "weight": weight}
+    metrics = {"nll": nll, "weight": weight}
+    if routing:
+        metrics["routing"] = jax.tree.map(lambda x: jnp.tensordot(weights_BT.sum(1), x, (0, 1)), routing)
+        total = total + routing_loss(metrics["routing"], config)
+    return total / jnp.maximum(weight if total_weight is None else total_weight, 1e-9), metrics
 
 
 def cross_entropy(
@@ -54,15 +65,17 @@ def cross_entropy(
     chunk: int = 0,
     kernels: Implementation = "auto",
     mesh: Mesh | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """sum w (nll + z_loss logsumexp^2), and sum w nll without a gradient; nll = logsumexp(x head) - (x head)[label].
+    """sum w (nll + z_loss logsumexp^2), and sum w nll without a gradient; nll = logsumexp(l) - l[label], l = x head,
+    or soft_cap tanh(x head / soft_cap).
 
     float32 scalars. Rows with w = 0 count for nothing, whatever their label. Columns from `vocab_size` on do not exist.
     Differentiable in x, head and w. At most max(chunk, B) rows of logits are held at a time on each device (chunk 0:
     4 D, or 64 MiB of them if that is more). The gradient is computed beside the loss, so that they are formed once
     (as in Liger Kernel, Hsu et al. 2024).
     """
-    how = _How(vocab_size, z_loss, chunk, kernels, mesh)
+    how = _How(vocab_size, z_loss, chunk, kernels, mesh, soft_cap)
     total, nll = _cross_entropy(x_BTD, head_DV, labels_BT, weights_BT, how)
     return total, jax.lax.stop_gradient(nll)
 
@@ -75,6 +88,7 @@ class _How(NamedTuple):
     chunk: int
     kernels: Implementation
     mesh: Mesh | None
+    soft_cap: float | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -170,17 +184,19 @@ def _columns(how, x_BTD, head_DV):
     return -(-T // -(-T // min(T, max(1, rows // B))))
 
 
-def _rows(x_RD, labels_R, weights_R, head_DV, how):
-    """nll + z_loss logsumexp^2, nll, and the logits' gradient, in x's dtype, of each row.
+def _rows(x_RD, labels_R, weights_R, head_DV, how: _How):
+    """nll + z_loss logsumexp^2, nll, and the gradient of x head, in x's dtype, of each row.
 
     The logits are float32 also where x is bfloat16. Rounded, those of size 10 put 0.015 of noise on a token's loss and
     0.6 % on the gradient, ten and four times what rounding x and dlogits costs: not worth the 4 bytes a logit.
     """
     implementation: Implementation = "xla" if how.kernels == "jax_triton" else how.kernels  # jax_triton has none
-    logits_RV = jnp.dot(x_RD, head_DV, preferred_element_type=jnp.float32)
+    logits_RV = capped(jnp.dot(x_RD, head_DV, preferred_element_type=jnp.float32), how.soft_cap)
     logsum_R, nll_R, dlogits_RV = losses_and_gradient(
         logits_RV, labels_R, weights_R, how.vocab_size, how.z_loss, x_RD.dtype, implementation
     )
+    if how.soft_cap is not None:
+        dlogits_RV = dlogits_RV * (1 - jnp.square(logits_RV / how.soft_cap)).astype(x_RD.dtype)
     return nll_R + how.z_loss * jnp.square(logsum_R), nll_R, dlogits_RV
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -12,7 +14,10 @@ from andrea_jax.layers.attention import Attend, attention, causal_attend
 from andrea_jax.layers.dropout import dropout, fold_in, row_keys
 from andrea_jax.layers.embedding import embedding
 from andrea_jax.layers.mlp import mlp
-from andrea_jax.layers.norm import layer_norm
+from andrea_jax.layers.moe import Routing, moe
+from andrea_jax.layers.norm import norm
+from andrea_jax.layers.residual import enter_branch, leave_branch
+from andrea_jax.layers.scores import capped
 from andrea_jax.parameters import Params
 from andrea_jax.settings import UserError
 from andrea_jax.sharding import constrain, use
@@ -30,17 +35,35 @@ def block_forward(
     kernels: Implementation = "auto",
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """One pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); x's dtype is kept.
+    """One block; pre-norm: x + attention(norm(x)), then x + mlp(norm(x)). x's dtype is kept.
 
-    `p` is one layer's slice of `params["blocks"]`; `attend` maps q, k, v to their attention (causal if None);
-    `dropout_key` is one key, or one for each row; over a `mesh` activations are split as sharding.py says.
+    `p` is one layer's slice of `params["blocks"]`; `attend` maps q, k, v to their attention (that of the first block if
+    None); `dropout_key` is one key, or one for each row; over a `mesh` activations are split as sharding.py says.
     """
-    attend = attend or causal_attend(ENGINE, mesh=mesh)
-    key_1, key_2 = fold_in(dropout_key, 0), fold_in(dropout_key, 1)
-    x_BTD, normed_BTD = layer_norm(p["attention_norm"], x_BTD, config.norm_eps, kernels, mesh)
-    x_BTD = x_BTD + dropout(attention(p["attention"], normed_BTD, attend, mesh), config.dropout, key_1)
-    x_BTD, normed_BTD = layer_norm(p["mlp_norm"], x_BTD, config.norm_eps, kernels, mesh)
-    return x_BTD + dropout(mlp(p["mlp"], normed_BTD, config.activation, kernels, mesh), config.dropout, key_2)
+    return block_and_routing(p, x_BTD, config, attend, dropout_key, kernels, mesh)[0]
+
+
+def block_and_routing(
+    p: Params,
+    x_BTD: jax.Array,
+    config: ModelConfig,
+    attend: Attend | None = None,
+    dropout_key: jax.Array | None = None,
+    kernels: Implementation = "auto",
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, Routing]:
+    """`block_forward`, and what its router did with each row; {} where there is none."""
+    attend = attend or causal_attend(config, ENGINE, mesh=mesh)
+    enter = partial(enter_branch, p, config=config, kernels=kernels, mesh=mesh)
+    leave = partial(leave_branch, p, config=config, keys=dropout_key, kernels=kernels, mesh=mesh)
+    x_BTD, normed_BTD = enter("attention", x_BTD)
+    x_BTD = leave("attention", x_BTD, attention(p["attention"], normed_BTD, config, attend, mesh))
+    if not config.parallel_block:
+        x_BTD, normed_BTD = enter("mlp", x_BTD)
+    if config.n_expert is None:
+        return leave("mlp", x_BTD, mlp(p["mlp"], normed_BTD, config, kernels, mesh)), {}
+    y_BTD, routing = moe(p["moe"], normed_BTD, config, kernels, mesh)
+    return leave("mlp", x_BTD, y_BTD), routing
 
 
 def model_forward(
@@ -62,7 +85,8 @@ def model_forward(
     x_BTD = hidden_forward(params, tokens_BT, config, engine, segments_BT, dropout_key, mesh)
     head_DV = use(output_matrix(params, config), x_BTD.dtype, mesh, "embed", "vocab")
     logits_BTV = jnp.matmul(x_BTD, head_DV, preferred_element_type=jnp.float32)
-    return constrain(logits_BTV, mesh, "batch", None, "vocab")[..., : config.vocab_size]
+    logits_BTV = constrain(logits_BTV, mesh, "batch", None, "vocab")[..., : config.vocab_size]
+    return capped(logits_BTV, config.logit_soft_cap)
 
 
 def hidden_forward(
@@ -75,28 +99,55 @@ def hidden_forward(
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """The normed residual stream [B, T, D] before the output product, in the engine's dtype."""
+    return hidden_and_routing(params, tokens_BT, config, engine, segments_BT, dropout_key, mesh)[0]
+
+
+def hidden_and_routing(
+    params: Params,
+    tokens_BT: jax.Array,
+    config: ModelConfig,
+    engine: EngineConfig = ENGINE,
+    segments_BT: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, Routing]:
+    """`hidden_forward`, and what each block's router did with each row [L, B, ...]."""
     B, T = tokens_BT.shape
     if T > config.context_length:
         raise UserError(f"{T} tokens, but context_length is {config.context_length}")
     token_VD = use(params["token_embedding"], jnp.float32, mesh, "vocab", "embed")
-    position_TD = use(params["position_embedding"], jnp.float32, mesh, None, "embed")[:T]
-    x_BTD = constrain(embedding(token_VD, tokens_BT, mesh) + position_TD, mesh, "batch", None, None)
+    x_BTD = embedding(token_VD, tokens_BT, mesh) * config.embedding_scale
+    if config.position == "learned":
+        x_BTD = x_BTD + use(params["position_embedding"], jnp.float32, mesh, None, "embed")[:T]
+    x_BTD = constrain(x_BTD, mesh, "batch", None, None)
     keys_B = row_keys(dropout_key, B)
     x_BTD = dropout(x_BTD, config.dropout, fold_in(keys_B, config.n_layer)).astype(engine.activation_dtype)
-    attend = causal_attend(engine, segments_BT, mesh)
 
-    def block(x_BTD: jax.Array, p: Params, layer: jax.Array | int) -> jax.Array:
-        return block_forward(p, x_BTD, config, attend, fold_in(keys_B, layer), engine.kernels, mesh)
+    def block(x_BTD: jax.Array, p: Params, layer: jax.Array | int) -> tuple[jax.Array, Routing]:
+        attend = causal_attend(config, engine, segments_BT, mesh, layer)
+        return block_and_routing(p, x_BTD, config, attend, fold_in(keys_B, layer), engine.kernels, mesh)
 
     if engine.remat == "block":
-        block = jax.checkpoint(block)
+        block = jax.checkpoint(block, static_argnums=() if not engine.unrolled else (2,))
     if engine.unrolled:
+        layers = []
         for layer, p in enumerate(unstack(params["blocks"], config.n_layer)):
-            x_BTD = block(x_BTD, p, layer)
+            x_BTD, one = block(x_BTD, p, layer)
+            layers.append(one)
+        routing = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
     else:
-        layers = (params["blocks"], jnp.arange(config.n_layer))
-        x_BTD, _ = jax.lax.scan(lambda x_BTD, p_layer: (block(x_BTD, *p_layer), None), x_BTD, layers)
-    return layer_norm(params["final_norm"], x_BTD, config.norm_eps, engine.kernels, mesh)[1]
+        stacked = (params["blocks"], jnp.arange(config.n_layer))
+        x_BTD, routing = jax.lax.scan(lambda x_BTD, p_layer: block(x_BTD, *p_layer), x_BTD, stacked)
+    return final_norm(params, x_BTD, config, engine.kernels, mesh), routing
+
+
+def final_norm(
+    params: Params, x_BTD: jax.Array, config: ModelConfig, kernels: Implementation = "auto", mesh: Mesh | None = None
+) -> jax.Array:
+    """What the output product reads: the stream, normed and scaled as the config says."""
+    if config.final_norm:
+        _, x_BTD = norm(params["final_norm"], x_BTD, config, kernels, mesh)
+    return x_BTD if config.logit_scale == 1 else x_BTD * config.logit_scale
 
 
 def output_matrix(params: Params, config: ModelConfig) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -51,43 +52,135 @@ def specs(config: ModelConfig) -> dict[str, Any]:
     Token and position tables: normal, std 1/sqrt(D), so that neither drowns the other; the stream then starts with a
     root mean square of sqrt(2/D). Matrices: normal, std sqrt(2/(5D)) (Nguyen and Salazar 2019); the two of a block that
     write into the stream, times its root mean square and 1/sqrt(2L), so that a block starts as nearly the identity at
-    any width and depth. Gains start at 1, but the final one of a tied model at 1/sqrt(D): the token table's rows are of
-    length 1 there, so that the first logits are of size 1 and the loss starts near ln V. Shifts and biases start at 0.
+    any width and depth. A sandwich's outer gains start at that factor instead, and `branch_gain` stands for it. Other
+    gains start at 1, but the last one of a tied model at 1/sqrt(D): the token table's rows are of length 1 there, so
+    that the first logits are of size 1 and the loss starts near ln V. Shifts and biases start at 0.
     """
-    L, D, F, N, H = config.n_layer, config.d_model, config.mlp_dim, config.n_head, config.head_dim
-    small = math.sqrt(2 / (5 * D))
-    dense, branch = normal(small), normal(small * math.sqrt(2 / D) / math.sqrt(2 * L))
-
-    def stacked(init: Init, matrix: Matrix | None = None, **axes: int) -> Spec:
-        return Spec((L, *axes.values()), ("layer", *axes), init, matrix is not None, matrix)
-
-    def norm(add: Callable[..., Spec], gain_init: Init = ones) -> dict[str, Spec]:
-        gain = {"gain": add(gain_init, embed=D)} if config.norm_gain else {}
-        return gain | ({"shift": add(zeros, embed=D)} if config.norm_shift else {})
-
-    embed, heads, hidden = ("embed",), ("heads", "head_dim"), ("mlp",)
-    attention = {
-        "qkv": stacked(dense, Matrix(embed, heads), embed=D, heads=N, qkv=3, head_dim=H),
-        "out": stacked(branch, Matrix(heads, embed), heads=N, head_dim=H, embed=D),
+    L, D = config.n_layer, config.d_model
+    table = _table_std(config)
+    std, small = math.sqrt(2 / (5 * D)), _branch_size(config, table)
+    by_gain = config.norm_position == "sandwich" and config.norm_gain
+    dense, branch = normal(std), normal(std if by_gain else std * small)
+    gains = {name: constant(small) for name in ("attention_out_norm", "mlp_out_norm")}
+    if config.norm_position == "post" and not config.final_norm and config.tie_embeddings:
+        gains["mlp_norm"] = lambda _, shape: jnp.ones(shape).at[-1].set(D**-0.5)
+    blocks: dict[str, Any] = {name: _norm(config, _stacked(L), gains.get(name, ones)) for name in _norm_names(config)}
+    blocks |= {
+        "attention": _attention(config, _stacked(L), dense, branch),
+        **_feed_forward(config, _stacked(L), dense, branch),
     }
-    mlp = {
-        "w_1": stacked(dense, Matrix(embed, hidden), embed=D, mlp=F),
-        "w_2": stacked(branch, Matrix(hidden, embed), mlp=F, embed=D),
-    }
-    if config.attention_bias:
-        attention |= {"b_qkv": stacked(zeros, heads=N, qkv=3, head_dim=H), "b_out": stacked(zeros, embed=D)}
-    if config.mlp_bias:
-        mlp |= {"b_1": stacked(zeros, mlp=F), "b_2": stacked(zeros, embed=D)}
+    if config.branch_gain is not None:
+        gain = constant(config.branch_gain)
+        blocks |= {name: {"gain": _stacked(L)(gain, embed=D)} for name in ("attention_branch", "mlp_branch")}
     tree: dict[str, Any] = {
-        "token_embedding": Spec((config.padded_vocab_size, D), ("vocab", "embed"), normal(D**-0.5)),
-        "position_embedding": Spec((config.context_length, D), ("position", "embed"), normal(D**-0.5)),
-        "blocks": {"attention_norm": norm(stacked), "attention": attention, "mlp_norm": norm(stacked), "mlp": mlp},
-        "final_norm": norm(
-            lambda init, embed: Spec((embed,), ("embed",), init), constant(D**-0.5) if config.tie_embeddings else ones
-        ),
+        "token_embedding": Spec((config.padded_vocab_size, D), ("vocab", "embed"), normal(table)),
+        "blocks": blocks,
     }
+    if config.position == "learned":
+        std = table * config.embedding_scale
+        tree["position_embedding"] = Spec((config.context_length, D), ("position", "embed"), normal(std))
+    if config.final_norm:
+        start = constant(D**-0.5) if config.tie_embeddings else ones
+        tree["final_norm"] = _norm(config, lambda init, embed: Spec((embed,), ("embed",), init), start)
     if not config.tie_embeddings:
         tree["head"] = Spec((D, config.padded_vocab_size), ("embed", "vocab"), dense, True)
+    return tree
+
+
+def _table_std(config: ModelConfig) -> float:
+    """Of the token table: 1/sqrt(D), and less in a tied model that ends without a gain, where a token would otherwise
+    predict itself with a logit of size sqrt(D) after a norm, `embedding_scale` without one."""
+    D, normed = config.d_model, config.final_norm or config.norm_position == "post"
+    if not config.tie_embeddings:
+        return D**-0.5
+    if config.norm == "none" or not normed:
+        return (D * config.embedding_scale) ** -0.5
+    return D**-0.5 if config.norm_gain else D**-0.75
+
+
+def _branch_size(config: ModelConfig, table: float) -> float:
+    """By which factor what a branch writes starts smaller than what it reads, normed or not."""
+    if config.branch_gain is not None:
+        return 1.0
+    tables = 2 if config.position == "learned" else 1
+    normed = config.norm != "none" and config.norm_position != "post"
+    stream = table * config.embedding_scale * math.sqrt(tables) if normed else 1.0
+    return stream / math.sqrt(2 * config.n_layer)
+
+
+Add = Callable[..., Spec]
+
+
+def _stacked(layers: int) -> Add:
+    def add(init: Init, matrix: Matrix | None = None, **axes: int) -> Spec:
+        return Spec((layers, *axes.values()), ("layer", *axes), init, matrix is not None, matrix)
+
+    return add
+
+
+def _norm_names(config: ModelConfig) -> list[str]:
+    """The norms of a block: of what its branches read, and of what they give."""
+    read = ["attention_norm"] if config.parallel_block else ["attention_norm", "mlp_norm"]
+    return read + (["attention_out_norm", "mlp_out_norm"] if config.norm_position == "sandwich" else [])
+
+
+def _norm(config: ModelConfig, add: Add, gain: Init = ones) -> dict[str, Spec]:
+    if config.norm == "none":
+        return {}
+    gains = {"gain": add(gain, embed=config.d_model)} if config.norm_gain else {}
+    return gains | ({"shift": add(zeros, embed=config.d_model)} if config.norm_shift else {})
+
+
+def _attention(config: ModelConfig, add: Add, dense: Init, branch: Init) -> dict[str, Any]:
+    """`qkv` holds, for each head of keys and values, its queries, its key and its value, in this order."""
+    D, N, K, H = config.d_model, config.n_head, config.kv_heads, config.head_dim
+    embed, heads = ("embed",), ("heads", "head_dim")
+    tree: dict[str, Any] = {
+        "qkv": add(dense, Matrix(embed, heads), embed=D, heads=K, qkv=N // K + 2, head_dim=H),
+        "out": add(branch, Matrix(heads, embed), heads=N, head_dim=H, embed=D),
+    }
+    if config.attention_bias:
+        tree |= {"b_qkv": add(zeros, heads=K, qkv=N // K + 2, head_dim=H), "b_out": add(zeros, embed=D)}
+    if config.qk_norm:
+        tree |= {name: {"gain": add(ones, head_dim=H)} for name in ("q_norm", "k_norm")}
+    return tree
+
+
+def _feed_forward(config: ModelConfig, add: Add, dense: Init, branch: Init) -> dict[str, Any]:
+    """`mlp`, or `moe`: its router, its experts, and the MLP of the shared ones."""
+    if config.n_expert is None:
+        return {"mlp": _mlp(config, add, dense, branch)}
+    E, D, F = config.n_expert, config.d_model, config.expert_dim
+    into, out = Matrix(("embed",), ("expert_mlp",)), Matrix(("expert_mlp",), ("embed",))
+    tree: dict[str, Any] = {
+        "router": add(dense, Matrix(("embed",), ("choice",)), embed=D, choice=E),
+        "w_1": add(dense, into, expert=E, embed=D, expert_mlp=F),
+        "w_2": add(branch, out, expert=E, expert_mlp=F, embed=D),
+    }
+    if config.gated:
+        tree["w_gate"] = add(dense, into, expert=E, embed=D, expert_mlp=F)
+    if config.mlp_bias:
+        tree |= {"b_1": add(zeros, expert=E, expert_mlp=F), "b_2": add(zeros, expert=E, embed=D)}
+        tree |= {"b_gate": add(zeros, expert=E, expert_mlp=F)} if config.gated else {}
+    if config.balance_bias is not None:
+        tree["router_bias"] = add(zeros, choice=E)
+    if config.n_shared_expert:
+        tree["shared"] = _mlp(config, add, dense, branch)
+    return {"moe": tree}
+
+
+def _mlp(config: ModelConfig, add: Add, dense: Init, branch: Init) -> dict[str, Spec]:
+    D, F = config.d_model, config.shared_dim
+    embed, hidden = ("embed",), ("mlp",)
+    tree = {
+        "w_1": add(dense, Matrix(embed, hidden), embed=D, mlp=F),
+        "w_2": add(branch, Matrix(hidden, embed), mlp=F, embed=D),
+    }
+    if config.gated:
+        tree["w_gate"] = add(dense, Matrix(embed, hidden), embed=D, mlp=F)
+    if config.mlp_bias:
+        tree |= {"b_1": add(zeros, mlp=F), "b_2": add(zeros, embed=D)}
+        tree |= {"b_gate": add(zeros, mlp=F)} if config.gated else {}
     return tree
 
 
@@ -126,6 +219,16 @@ def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
 def count_parameters(config: ModelConfig) -> int:
     """Exact number of parameters; a tied table counts once."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs(config), is_leaf=_is_spec))
+
+
+def count_active_parameters(config: ModelConfig) -> int:
+    """How many a token meets: of the experts those that it chooses; of all other tensors everything."""
+    return int(sum(math.prod(spec.shape) * active_part(config, spec) for spec in named_specs(config).values()))
+
+
+def active_part(config: ModelConfig, spec: Spec) -> Fraction:
+    """The part of a tensor that a token meets."""
+    return Fraction(config.expert_top_k, config.n_expert) if config.n_expert and "expert" in spec.axes else Fraction(1)
 
 
 def decay_mask(config: ModelConfig) -> Params:

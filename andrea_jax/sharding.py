@@ -1,8 +1,8 @@
 """How arrays lie on devices: one mesh, one table from the logical names of axes to its axes.
 
-Parameters and optimizer state are split over `fsdp` (embed) and `tensor` (heads, mlp, vocabulary); batches over `data`
-and `fsdp`. A weight is made whole over `fsdp` where it is used, activations never are: those of a row of the batch
-stay with it (ZeRO, Rajbhandari et al. 2020; tensor parallelism, Shoeybi et al. 2019).
+Parameters and optimizer state are split over `fsdp` (embed) and `tensor` (heads, mlp, experts, vocabulary); batches
+over `data` and `fsdp`. A weight is made whole over `fsdp` where it is used, activations never are: those of a row of
+the batch stay with it (ZeRO, Rajbhandari et al. 2020; tensor parallelism, Shoeybi et al. 2019).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from andrea_jax.settings import UserError, check_fields, setting
 AXES = ("data", "fsdp", "tensor")
 AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 ROWS = ("data", "fsdp")
-RULES: dict[str | None, Any] = {"batch": ROWS, "embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 AnyMesh = Mesh | AbstractMesh  # of devices that are there, or planned
+TENSOR = ("heads", "mlp", "expert", "vocab")
+RULES: dict[str | None, Any] = {"batch": ROWS, "embed": "fsdp", **dict.fromkeys(TENSOR, "tensor")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +104,17 @@ def check_divides(mesh: Mesh, model: ModelConfig, batch_size: int, accumulate: i
 
 
 def check_model_divides(mesh: AnyMesh, model: ModelConfig) -> None:
-    """`check_divides` without a batch. An MLP is some times as wide as its heads, so it divides where they do."""
+    """`check_divides` without a batch."""
     fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
     if model.d_model % fsdp:
         right = f"mesh.fsdp = {math.gcd(model.d_model, fsdp)} would"
         raise UserError(f"ModelConfig.d_model = {model.d_model} does not divide over mesh.fsdp = {fsdp}; {right}")
-    if model.n_head % tensor:
-        right = f"mesh.tensor = {math.gcd(model.n_head, tensor)} would"
-        raise UserError(f"ModelConfig.n_head = {model.n_head} does not divide over mesh.tensor = {tensor}; {right}")
+    heads = "ModelConfig.n_head" if model.n_kv_head is None else "ModelConfig.n_kv_head"
+    split = {heads: model.kv_heads, "the MLP's width": model.shared_dim, "ModelConfig.n_expert": model.n_expert or 0}
+    for what, size in split.items():
+        if size % tensor:
+            right = f"mesh.tensor = {math.gcd(size, tensor)} would"
+            raise UserError(f"{what} = {size} does not divide over mesh.tensor = {tensor}; {right}")
     if model.padded_vocab_size % tensor:
         right = f"ModelConfig.vocab_multiple = {math.lcm(model.vocab_multiple, tensor)} pads it so that it does"
         raise UserError(

@@ -8,7 +8,8 @@ import typing
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, NamedTuple
 
-from andrea_jax.config import PRESETS, ModelConfig
+from andrea_jax.config import ModelConfig
+from andrea_jax.presets import PRESETS
 from andrea_jax.settings import UserError, nearest
 from andrea_jax.train.config import RunConfig
 

@@ -49,7 +49,7 @@ def run_joined(config: RunConfig, bound: dict[str, str]) -> int:
     with main_first("the corpus is prepared"):
         config, corpus = open_corpus(config, bound, report.preparing if is_main() else None)
     agree(flat(run_settings(config)) | data_identity(corpus) | versions())
-    check_attention(config.engine, config.engine.activation_dtype, config.model.head_dim)
+    check_attention(config.engine, config.model, config.engine.activation_dtype)
     introduce(config, corpus, report)
     shared = [name for name in SETTINGS if not name.startswith("distributed.")]
     result = train(config, corpus, report, flags.format_config(config, shared))
@@ -75,7 +75,7 @@ def versions() -> dict[str, str]:
 def introduce(config: RunConfig, corpus: TokenCorpus, report: Report) -> None:
     model = config.model
     dtype = config.engine.activation_dtype
-    back_end = choose_back_end(config.engine, dtype, model.context_length, model.head_dim)
+    back_end = choose_back_end(config.engine, model, dtype, model.context_length)
     windows = config.train.batch_size * model.context_length
     report.say(
         f"model    {count_parameters(model):,} parameters: {model.n_layer} x block of width {model.d_model}, "

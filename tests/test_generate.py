@@ -22,6 +22,15 @@ UNTIED = ModelConfig(
     vocab_size=29, context_length=10, d_model=21, n_layer=2, n_head=3, activation="relu", mlp_bias=False,
     norm_gain=False, norm_shift=False, tie_embeddings=False, vocab_multiple=8, dropout=0.3,
 )  # fmt: skip
+WINDOWED = ModelConfig(
+    vocab_size=29, context_length=12, d_model=20, n_layer=2, n_head=4, n_kv_head=2, head_size=6, position="rotary",
+    window=5, global_every=2, rotary_local_base=20.0, attention_soft_cap=3.0, logit_soft_cap=20.0, norm="rms",
+    norm_position="sandwich", qk_norm=True, gated=True,
+)  # fmt: skip
+SLOPED = ModelConfig(
+    vocab_size=29, context_length=9, d_model=30, n_layer=2, n_head=3, position="alibi", norm_position="post",
+    norm_shift=False,
+)  # fmt: skip
 NARROW = ModelConfig(vocab_size=17, context_length=1, d_model=6, n_layer=1, n_head=1)
 BYTES = bytes_tokenizer()
 GREEDY = SamplingConfig(temperature=0)
@@ -85,7 +94,9 @@ def reference_tokens(params, prompt, config, sampling, seed, row, count):
 
 
 @pytest.mark.parametrize(
-    ("config", "engine"), [(TIED, FLOAT32), (TIED, BFLOAT16), (UNTIED, FLOAT32)], ids=["tied", "bfloat16", "untied"]
+    ("config", "engine"),
+    [(TIED, FLOAT32), (TIED, BFLOAT16), (UNTIED, FLOAT32), (WINDOWED, FLOAT32), (WINDOWED, BFLOAT16)],
+    ids=["tied", "bfloat16", "untied", "windowed", "windowed bfloat16"],
 )
 def test_cached_logits_equal_the_full_forward_at_every_position(config, engine):
     """Tolerance: 4 roundings a block, and 4 at the end, each of the size of the largest logit."""
@@ -114,7 +125,9 @@ def test_prefill_leaves_other_rows_bit_equal():
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingConfig(temperature=1.0, top_k=20, top_p=0.95)], ids=["0", "1"])
-@pytest.mark.parametrize("config", [TIED, UNTIED, NARROW], ids=["tied", "untied", "narrow"])
+@pytest.mark.parametrize(
+    "config", [TIED, UNTIED, NARROW, WINDOWED, SLOPED], ids=["tied", "untied", "narrow", "windowed", "sloped"]
+)
 def test_a_batch_equals_each_row_by_full_forward_passes_also_past_the_context(config, sampling):
     """Prompts of different lengths, windows that move at different times, each token by its documented key."""
     params = lively_params(config)

@@ -6,7 +6,7 @@ import pytest
 from gin_settings import CONFIGS, run_config
 from settings_table import DEFAULT_PRESET, SECTIONS, SETTINGS, format_config, names_in
 
-from andrea_jax.config import PRESETS, andrea_12m
+from andrea_jax.presets import PRESETS, andrea_12m
 from andrea_jax.settings import UserError
 from andrea_jax.train.config import RunConfig
 

@@ -5,77 +5,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference_model import SEGMENTS, TOKENS, B, T, V, drawn, tiny
+from reference_model import logits as logits_of
 
 from andrea_jax import model
 from andrea_jax.config import ModelConfig
 from andrea_jax.engine import EngineConfig
+from andrea_jax.layers import residual
 from andrea_jax.loss import loss_fn
 from andrea_jax.model import block_forward, hidden_forward, model_forward, unstack
-from andrea_jax.parameters import abstract_params, init_params, path_name
+from andrea_jax.parameters import init_params, path_name
 from andrea_jax.settings import UserError
 
 ULP, BF16 = 2.0**-23, 2.0**-8  # rounding: half a unit in the last of 24 and 8 bits, relative to the power of two below
-B, T, V, L, N = 2, 10, 31, 2, 2
-TINY = ModelConfig(vocab_size=V, context_length=12, d_model=16, n_layer=L, n_head=N)
+L, N = 2, 2
+TINY = tiny()
 CONFIGS = {
     "default": TINY,
-    "bare": ModelConfig(V, 12, 16, L, N, activation="relu", mlp_bias=False, norm_gain=False, norm_shift=False),
-    "everything": ModelConfig(V, 12, 16, L, N, 3, attention_bias=True, tie_embeddings=False, vocab_multiple=8),
+    "bare": tiny(activation="relu", mlp_bias=False, norm_gain=False, norm_shift=False),
+    "everything": tiny(mlp_ratio=3, attention_bias=True, tie_embeddings=False, vocab_multiple=8),
 }
-TOKENS = np.random.default_rng(0).integers(0, V, (B, T))
-SEGMENTS = np.array([[0] * 4 + [1] * 6, [0] * 9 + [1]], np.int32)
-
-
-def drawn(config, seed=1):
-    """Parameters that are random also where init puts zeros and ones, of a size that makes every part matter."""
-    rng = np.random.default_rng(seed)
-
-    def draw(path, x):
-        name, z = path_name(path), rng.standard_normal(x.shape)
-        if "embedding" in name or ".b_" in name or "norm" in name:
-            return jnp.float32((name.endswith("gain")) + 0.5 * z)
-        return jnp.float32(z / math.sqrt(x.shape[-1] if "out" in name or name == "head" else config.d_model))
-
-    return jax.tree.map_with_path(draw, abstract_params(config))
-
-
-def reference(p, tokens, config, segments=None):
-    """Logits in float64, one layer and one head at a time."""
-    p = jax.tree.map(lambda x: np.asarray(x, np.float64), p)
-    T = tokens.shape[1]
-
-    def norm(q, x):
-        centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * q.get("gain", 1) + q.get("shift", 0)
-
-    def attention(q, x, visible):
-        y = np.zeros(x.shape) + q.get("b_out", 0)
-        for n in range(config.n_head):
-            query, key, value = (
-                x @ q["qkv"][:, n, i] + (q["b_qkv"][n, i] if "b_qkv" in q else 0) for i in range(3)
-            )  # fmt: skip
-            weights = np.exp(np.where(visible, query @ key.T / math.sqrt(config.head_dim), -np.inf))
-            y += weights / weights.sum(-1, keepdims=True) @ value @ q["out"][n]
-        return y
-
-    def mlp(q, x):
-        h = x @ q["w_1"] + q.get("b_1", 0)
-        gelu = h / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-        return (gelu if config.activation == "gelu" else np.maximum(h, 0)) @ q["w_2"] + q.get("b_2", 0)
-
-    def row(tokens, segments):
-        visible = (np.arange(T)[:, None] >= np.arange(T)) & (segments[:, None] == segments)
-        x = p["token_embedding"][tokens] + p["position_embedding"][:T]
-        for layer in range(config.n_layer):
-            q = jax.tree.map(lambda x: x[layer], p["blocks"])  # noqa: B023
-            x = x + attention(q["attention"], norm(q["attention_norm"], x), visible)
-            x = x + mlp(q["mlp"], norm(q["mlp_norm"], x))
-        head = p["token_embedding"].T if config.tie_embeddings else p["head"]
-        return norm(p["final_norm"], x) @ head[:, : config.vocab_size]
-
-    return np.stack(
-        [row(*r) for r in zip(tokens, np.zeros_like(tokens) if segments is None else segments, strict=True)]
-    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -83,7 +32,7 @@ def reference(p, tokens, config, segments=None):
 def test_the_whole_forward_equals_float64(name, segments):
     config = CONFIGS[name]
     params = drawn(config)
-    expected = reference(params, TOKENS, config, segments)
+    expected = logits_of(params, TOKENS, config, segments)
     logits = jax.jit(lambda p: model_forward(p, TOKENS, config, segments_BT=segments))(params)
     assert (logits.shape, logits.dtype) == ((B, T, V), jnp.float32)
     # Two blocks of about eight sums each, every one off by a few ulp of the stream.
@@ -106,7 +55,7 @@ def test_the_gradient_of_every_tensor_equals_central_differences_in_float64(name
             moved = jax.tree.map_with_path(
                 lambda p, x: np.asarray(x, np.float64) + (h * direction if p == path else 0), params
             )
-            return (reference(moved, TOKENS, config, SEGMENTS) * cotangent).sum()
+            return (logits_of(moved, TOKENS, config, SEGMENTS) * cotangent).sum()
 
         slope = (along(1e-5) - along(-1e-5)) / 2e-5  # off by about h^2 times the third derivative
         found = (np.asarray(grad, np.float64) * direction).sum()
@@ -145,7 +94,7 @@ def test_engine_options_change_nothing_but_rounding(plain, engine):
 
 
 def test_dropout_is_the_same_unrolled_and_scanned_and_recomputed(plain):
-    config, key = ModelConfig(V, 12, 16, L, N, dropout=0.3), jax.random.key(3)
+    config, key = tiny(dropout=0.3), jax.random.key(3)
     unrolled = loss_and_gradient(EngineConfig(blocks="unroll"), key, config)
     for name, found in loss_and_gradient(EngineConfig(blocks="scan", remat="block"), key, config).items():
         atol = 64 * ULP * np.abs(unrolled[name]).max()
@@ -155,10 +104,14 @@ def test_dropout_is_the_same_unrolled_and_scanned_and_recomputed(plain):
 
 def test_every_dropout_has_a_key_of_its_own_and_the_callers_key_decides(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        model, "dropout", lambda x, rate, keys_B: (seen.extend(map(tuple, jax.random.key_data(keys_B).tolist())), x)[1]
-    )
-    config = ModelConfig(V, 12, 16, L, N, dropout=0.3)
+
+    def noted(x, rate, keys_B):
+        seen.extend(map(tuple, jax.random.key_data(keys_B).tolist()))
+        return x
+
+    for module in (model, residual):
+        monkeypatch.setattr(module, "dropout", noted)
+    config = tiny(dropout=0.3)
     for seed in (0, 1):
         hidden_forward(drawn(config), TOKENS, config, EngineConfig(blocks="unroll"), dropout_key=jax.random.key(seed))
     rows = len(TOKENS)
@@ -183,7 +136,7 @@ def test_a_position_never_sees_a_later_one():
 
 
 def test_no_gradient_flows_between_documents_in_one_window():
-    config = ModelConfig(V, 12, 16, L, N, tie_embeddings=False)
+    config = tiny(tie_embeddings=False)
     params, tokens = drawn(config), np.arange(T)[None]  # every position has a token of its own
 
     @jax.jit
@@ -260,7 +213,7 @@ def test_half_precision_logits_err_by_their_rounding(dtype, unit):
     params = drawn(TINY)
     logits = jax.jit(lambda p: model_forward(p, TOKENS, TINY, EngineConfig(dtype=dtype)))(params)
     assert logits.dtype == jnp.float32
-    expected = reference(params, TOKENS, TINY)
+    expected = logits_of(params, TOKENS, TINY)
     error = np.linalg.norm(np.asarray(logits, np.float64) - expected) / np.linalg.norm(expected)
     # About twelve roundings a block, each of unit / 2 in the root mean square, and the stream carries them on.
     assert unit / 8 < error < unit / 2 * math.sqrt(12 * L)

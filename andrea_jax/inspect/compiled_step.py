@@ -106,11 +106,11 @@ def on_gpus(config: RunConfig) -> RunConfig:
         UserError: attention in cuDNN that it cannot run.
     """
     dtype = "bfloat16" if config.engine.dtype == "auto" else config.engine.dtype
-    attention, reasons = config.engine.attention, why_not_cudnn(jnp.dtype(dtype), config.model.head_dim, "gpu")
+    attention, reasons = config.engine.attention, why_not_cudnn(config.model, jnp.dtype(dtype), "gpu")
     if attention == "cudnn" and reasons:
         raise UserError(f"engine.attention = 'cudnn' cannot run: {'; '.join(reasons)}. 'auto' chooses one that can")
     if attention == "auto":
-        attention = "xla" if reasons else "cudnn"
+        attention = "cudnn" if not reasons else "xla" if config.model.attention_soft_cap is None else "blockwise"
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, dtype=dtype, attention=attention))
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 
 from andrea_jax.config import ModelConfig
+from andrea_jax.parameters import active_part, named_specs
 
 # dense bfloat16 products with float32 sums, FLOP/s, from the makers' data sheets
 PEAK_FLOPS = {
@@ -19,14 +22,18 @@ PEAK_FLOPS = {
 
 
 def flops_per_token(config: ModelConfig) -> int:
-    """FLOPs of forward and backward per token: 6 per matrix element, 6 T D per block for causal attention.
+    """FLOPs of forward and backward per token: 6 per matrix element, 6 T N H per block for causal attention.
 
-    The output product counts, tied or not; table look-ups do not. Causal attention does half of the 12 T D of PaLM's
-    appendix B. Recomputation is not counted.
+    The output product counts, tied or not; table look-ups do not. Causal attention does half of the 12 T N H of PaLM's
+    appendix B, with a window w < T only w - w^2 / 2T of T/2. Recomputation is not counted. Of
+    the experts those that a token chooses count, dropped or not.
     """
-    block = 4 * config.d_model**2 + 2 * config.d_model * config.mlp_dim
-    matrices = config.n_layer * block + config.d_model * config.vocab_size
-    return 6 * matrices + 6 * config.n_layer * config.context_length * config.d_model
+    specs = [spec for spec in named_specs(config).values() if spec.matrix is not None]
+    matrices = int(sum(math.prod(spec.shape) * active_part(config, spec) for spec in specs))
+    T, heads = config.context_length, config.n_head * config.head_dim
+    window = min(config.window or T, T)
+    seen = [T / 2 if config.sees_all(layer) else window - window**2 / (2 * T) for layer in range(config.n_layer)]
+    return 6 * (matrices + config.d_model * config.vocab_size) + round(12 * heads * sum(seen))
 
 
 def model_flops_utilization(config: ModelConfig, tokens_per_second: float) -> float | None:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from andrea_jax.config import ModelConfig
 from andrea_jax.optimizer import OptimizerConfig, group_of
-from andrea_jax.parameters import Spec, count_parameters, named_specs
+from andrea_jax.parameters import Spec, count_active_parameters, count_parameters, named_specs
 from andrea_jax.sharding import mesh_text
 from andrea_jax.train.parallel import owner
 from andrea_jax.train.state import State
@@ -19,7 +19,8 @@ from andrea_jax.train.state import State
 def parameter_table(config: ModelConfig, optimizer: OptimizerConfig | None = None) -> Table:
     """A rich table of all tensors, from the specs; nothing is allocated. With `optimizer` also who steps each."""
     total = count_parameters(config)
-    table = Table(title=f"{total:,} parameters", title_justify="left")
+    active = f", {count_active_parameters(config):,} of them active for a token" if config.n_expert else ""
+    table = Table(title=f"{total:,} parameters{active}", title_justify="left")
     table.add_column("tensor")
     table.add_column("axes")
     for heading in ("shape", "parameters", "share"):

@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from andrea_jax.config import ModelConfig
 from andrea_jax.sharding import constrain, named, use
 from pallas_kernels.bias_gelu import bias_gelu
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.gates import geglu, swiglu
 
-
-def bias_relu(
-    h_BTF: jax.Array,
-    bias: jax.Array | None,
-    implementation: Implementation = "auto",
-    sharding: NamedSharding | None = None,
-) -> jax.Array:
-    """max(h + bias, 0); XLA's form whatever the implementation: there is nothing to win."""
-    return jax.nn.relu(h_BTF if bias is None else h_BTF + bias.astype(h_BTF.dtype))
-
-
-ACTIVATIONS = {"gelu": bias_gelu, "relu": bias_relu}
+GATES = {"silu": swiglu, "gelu": geglu}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "relu2": lambda h: jnp.square(jax.nn.relu(h)),
+    "silu": jax.nn.silu,
+}
 
 
 def mlp(
     p: Mapping[str, jax.Array],
     x_BTD: jax.Array,
-    activation: str,
+    config: ModelConfig,
     implementation: Implementation = "auto",
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """activation(x W_1 + b_1) W_2 + b_2; the biases may be absent.
+    """activation(x W_1 + b_1) W_2 + b_2, or gated (activation(x W_gate + b_gate) * (x W_1 + b_1)) W_2 + b_2.
 
-    gelu(u) = u/2 (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3))), Hendrycks and Gimpel 2016.
+    The biases may be absent. gelu(u) = u/2 (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3))) (Hendrycks and Gimpel 2016);
+    gates: Shazeer 2020; relu2: So et al. 2021.
     """
     dtype = x_BTD.dtype
     sharding = None if mesh is None else named(mesh, "batch", None, "mlp")
-    h_BTF = constrain(x_BTD @ use(p["w_1"], dtype, mesh, "embed", "mlp"), mesh, "batch", None, "mlp")
-    h_BTF = ACTIVATIONS[activation](h_BTF, p.get("b_1"), implementation, sharding)
+
+    def product(weight: str, bias: str | None) -> jax.Array:
+        h_BTF = constrain(x_BTD @ use(p[weight], dtype, mesh, "embed", "mlp"), mesh, "batch", None, "mlp")
+        return h_BTF + p[bias].astype(dtype) if bias and bias in p else h_BTF
+
+    if config.gated:
+        gate_BTF, up_BTF = product("w_gate", "b_gate"), product("w_1", "b_1")
+        if config.activation in GATES:
+            h_BTF = GATES[config.activation](gate_BTF, up_BTF, implementation, sharding)
+        else:
+            h_BTF = ACTIVATIONS[config.activation](gate_BTF) * up_BTF
+    elif config.activation == "gelu":
+        h_BTF = bias_gelu(product("w_1", None), p.get("b_1"), implementation, sharding)
+    else:
+        h_BTF = ACTIVATIONS[config.activation](product("w_1", "b_1"))
     y_BTD = h_BTF @ use(p["w_2"], dtype, mesh, "mlp", "embed")
     return y_BTD + p["b_2"].astype(dtype) if "b_2" in p else y_BTD

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from andrea_jax.config import ModelConfig, andrea_nano
+from andrea_jax.config import ModelConfig
 from andrea_jax.data.config import DataConfig
 from andrea_jax.distributed import DistributedConfig
 from andrea_jax.engine import EngineConfig
 from andrea_jax.optimizer import OptimizerConfig
+from andrea_jax.presets import andrea_nano
 from andrea_jax.schedule import ScheduleConfig, make_schedule
 from andrea_jax.settings import UserError, check_fields, setting
 from andrea_jax.sharding import MeshConfig

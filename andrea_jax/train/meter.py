@@ -89,15 +89,15 @@ class Meter:
 
     def _write(self, step: int, tokens_per_second: float) -> None:
         good = [r for r in self._records if r["finite"]]
-        weight = sum(r["tokens"] for r in good)
         record: dict[str, Any] = {
             "kind": "train",
             "step": step,
             "tokens": self.tokens,
-            "loss": sum(r["nll"] * r["tokens"] for r in good) / weight if weight else None,
+            "loss": _mean(good, "nll"),
             "learning_rate": self._records[-1]["learning_rate"],
             "grad_norm": good[-1]["grad_norm"] if good else None,
             "param_norm": self._records[-1]["param_norm"],
+            **{name: _mean(good, name) for name in self._records[-1] if name.startswith("moe_")},
             "skipped": len(self._records) - len(good),
             "tokens_per_second": tokens_per_second,
             "mfu": model_flops_utilization(self._config.model, tokens_per_second),
@@ -126,6 +126,12 @@ class Meter:
             f"{what}: not finite; {last}. Try a smaller schedule.peak, a longer schedule.warmup, optimizer.clip_norm, "
             "engine.dtype = 'float32', or train.nonfinite = 'skip'"
         )
+
+
+def _mean(records: list[dict[str, float]], name: str) -> float | None:
+    """Over all tokens."""
+    weight = sum(r["tokens"] for r in records)
+    return sum(r[name] * r["tokens"] for r in records) / weight if weight else None
 
 
 def _mfu_text(config: RunConfig, tokens_per_second: float) -> str:

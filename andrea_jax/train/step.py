@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from andrea_jax.layers.dropout import row_keys
+from andrea_jax.layers.moe import Routing, move_router_bias, no_routing, routing_metrics
 from andrea_jax.loss import Batch, loss_fn
 from andrea_jax.optimizer import make_optimizer
 from andrea_jax.parameters import Params
@@ -34,12 +35,13 @@ def make_train_step(
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = None if base_key is None else jax.random.fold_in(base_key, state.step)
-        loss, nll, grads = loss_and_gradient(state.params, batch, config, key, mesh, axis)
+        loss, nll, grads, routing = loss_and_gradient(state.params, batch, config, key, mesh, axis)
         grad_norm, learning_rate = optax.tree.norm(grads), schedule(state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         direction, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
+        params = move_router_bias(params, routing, config.model)
         params = _where(finite, params, state.params)
         optimizer_state = _where(finite, optimizer_state, state.optimizer)
         metrics = {
@@ -50,6 +52,7 @@ def make_train_step(
             "param_norm": optax.tree.norm(params),
             "tokens": _over_devices(batch["weights_BT"].sum(), axis),
             "finite": finite,
+            **routing_metrics(routing),
         }
         return State(state.step + 1, params, optimizer_state), metrics
 
@@ -63,8 +66,8 @@ def loss_and_gradient(
     dropout_key: jax.Array | None,
     mesh: Mesh | None = None,
     axis: str | None = None,
-) -> tuple[jax.Array, jax.Array, Params]:
-    """Mean loss and nll over all tokens of the batch, and the gradient of the loss.
+) -> tuple[jax.Array, jax.Array, Params, Routing]:
+    """Mean loss and nll over all tokens of the batch, the gradient of the loss, and what the routers did on the mean.
 
     With `train.accumulate` parts the gradients are summed one part after the other, each divided by the whole
     batch's weight, so that the result is that of the whole batch.
@@ -80,7 +83,10 @@ def loss_and_gradient(
             return loss_fn(params, part, config.model, config.engine, config.train.z_loss, keys_B, weight, mesh)
 
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return value, metrics["nll"] / jnp.maximum(weight, 1e-9), grads
+        nll, routing = jax.tree.map(
+            lambda x: x / jnp.maximum(weight, 1e-9), (metrics["nll"], metrics.get("routing", {}))
+        )
+        return value, nll, grads, routing
 
     if parts == 1:
         return _over_devices(part_gradient(batch, keys_B), axis)
@@ -91,7 +97,7 @@ def loss_and_gradient(
     def split(x):  # every `parts`-th row, so that each device cuts its own rows
         return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
 
-    start = (jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+    start = (jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, params), no_routing(config.model))
     sums, _ = jax.lax.scan(add_part, start, jax.tree.map(split, (batch, keys_B)))
     return _over_devices(sums, axis)
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from andrea_jax.config import andrea_120m
 from andrea_jax.engine import EngineConfig
+from andrea_jax.presets import andrea_120m
 from andrea_jax.train.config import RunConfig, TrainConfig
 from andrea_jax.train.state import abstract_state, init_state
 from andrea_jax.train.step import make_train_step
