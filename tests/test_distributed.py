@@ -103,10 +103,15 @@ def test_two_processes_train_as_one_and_stop_and_go_on_together(corpus, tmp_path
     assert same_bits(two, straight)
     assert [r["step"] for r in records(two)] == list(range(1, 41))
 
+    alone = succeed("train.py", *flags(corpus, straight, train__steps=44))  # what two wrote, one goes on with
+    assert "resuming from step 40" in alone
+    assert [r["step"] for r in records(straight)] == list(range(1, 45))
 
-def test_a_killed_process_ends_the_others_with_one_line(corpus, tmp_path):
+
+def test_a_killed_process_ends_the_others_with_one_line_and_the_same_command_goes_on_exactly(corpus, tmp_path):
     run_dir = tmp_path / "run"
-    processes = together(4, *flags(corpus, run_dir, train__steps=100_000, train__save_every=5, mesh__data=4))
+    arguments = flags(corpus, run_dir, train__steps=100_000, train__save_every=5, mesh__data=4)
+    processes = together(4, *arguments)
     wait_for_step(run_dir, 8, processes)
     processes[2].kill()
     began = time.monotonic()
@@ -116,6 +121,14 @@ def test_a_killed_process_ends_the_others_with_one_line(corpus, tmp_path):
     line = error_line(found[0][1])
     assert "lost process 2. The last complete checkpoint is of step" in line
     assert all("process" in error_line(found[i][1]) for i in (1, 3))
+
+    before = {r["step"]: r["loss"] for r in records(run_dir)}
+    again = together(4, *arguments)
+    wait_for_step(run_dir, max(before) + 1, again)
+    again[3].send_signal(signal.SIGTERM)
+    assert [code for code, _ in ends(again)] == [75] * 4
+    after = {r["step"]: r["loss"] for r in records(run_dir)}
+    assert {step: after[step] for step in before} == before
 
 
 def test_processes_that_disagree_are_all_refused_before_compiling(corpus, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from end_to_end.scripts import settings, succeed, write_text
 
 import andrea_jax as aj
+from andrea_jax.checkpoint import complete_steps
 from andrea_jax.data.shards import open_tokens
 from andrea_jax.data.windows import eval_batches
 from andrea_jax.evaluate import evaluate
@@ -84,3 +85,11 @@ def test_more_steps_continue_the_run(folder, output):
     out = succeed("train.py", f"--gin_file={folder}/run/config.gin", "--gin.train.steps=210")
     assert "resuming from step 200" in out
     assert "note: changed since the checkpoint: train.steps: 200 -> 210" in out
+
+
+def test_checkpoints_by_the_clock(tmp_path):
+    """Looked at where a line is logged, beside `save_every` and the last step."""
+    write_text(tmp_path / "text.txt")
+    clock = {"train__save_minutes": 1e-9, "train__log_every": 5, "train__save_every": 7, "train__keep_last": 9}
+    succeed("train.py", *settings(tmp_path, train__steps=12, **clock))
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [5, 7, 10, 12]

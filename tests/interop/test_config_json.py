@@ -72,7 +72,22 @@ GEMMA3 = dict(
     query_pre_attn_scalar=256,
 )
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
-EVERY = (GPT2, LLAMA, MISTRAL, QWEN3, GEMMA2, GEMMA3)
+MIXTRAL = MISTRAL | dict(model_type="mixtral", rms_norm_eps=1e-5)
+QWEN3_MOE = dict(
+    model_type="qwen3_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    max_position_embeddings=40960,
+    norm_topk_prob=True,
+)
+EVERY = (GPT2, LLAMA, MISTRAL, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE)
 LLAMA3 = {"factor": 32, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
@@ -89,6 +104,8 @@ def read(options, **changes):
         (QWEN3, 596_049_920),  # Qwen3 0.6B
         (GEMMA2, 2_614_341_888),  # Gemma 2 2B
         (GEMMA3, 999_885_952),  # Gemma 3 1B
+        (MIXTRAL, 46_702_792_704),  # Mixtral 8x7B
+        (QWEN3_MOE, 30_532_122_624),  # Qwen3 30B A3B
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
@@ -105,6 +122,10 @@ def test_what_is_left_out_has_the_value_of_the_architecture():
     gemma2, gemma3 = read(GEMMA2), read(GEMMA3)
     assert (gemma2.attention_soft_cap, gemma2.logit_soft_cap, gemma2.global_every, gemma2.window) == (50, 30, 2, 4096)
     assert (gemma3.global_every, gemma3.rotary_base, gemma3.rotary_local_base) == (6, 1e6, 1e4)
+    mixtral, qwen3_moe = read(MIXTRAL), read(QWEN3_MOE)
+    assert (mixtral.n_expert, mixtral.expert_top_k, mixtral.router_renormalize, mixtral.window) == (8, 2, True, None)
+    assert (mixtral.rotary_base, qwen3_moe.expert_top_k, qwen3_moe.window) == (1e6, 8, None)
+    assert not read({key: value for key, value in QWEN3_MOE.items() if key != "norm_topk_prob"}).router_renormalize
     assert gemma2.attention_scale == 1 / 16
     assert gemma2.embedding_scale == 48
 
@@ -163,6 +184,8 @@ def test_options_read_back_as_the_same_model(options):
         (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "rope_type = 'linear'"),
+        (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: there is only 1"),
+        (QWEN3_MOE, {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True"),
     ],
@@ -207,6 +230,8 @@ SMALL = ModelConfig(vocab_size=300, context_length=64, d_model=48, n_layer=4, n_
         ({**ROTARY, "n_head": 5, "head_size": 8}, "mistral"),
         ({**ROTARY, "qk_norm": True, "window": 9, "global_every": 3}, "qwen3"),
         ({**ROTARY, "norm_position": "sandwich", "embedding_scale": 48**0.5}, "gemma2"),
+        ({**ROTARY, "n_expert": 4, "balance_weight": 0.01, "norm_gain": False}, "mixtral"),
+        ({**ROTARY, "n_expert": 4, "qk_norm": True, "router_renormalize": False, "expert_size": 20}, "qwen3_moe"),
         ({**ROTARY, "norm_position": "sandwich", "embedding_scale": 48**0.5, "qk_norm": True}, "gemma3_text"),
     ],
 )
@@ -232,6 +257,12 @@ def test_a_model_is_written_as_the_first_architecture_that_expresses_it(changes,
         ({"gated": True}, "gated: True != False"),
         ({"qk_norm": True}, "qk_norm"),
         ({"window": 9}, "window"),
+        ({"n_expert": 4}, "n_expert"),
+        ({**ROTARY, "n_expert": 4, "router_renormalize": False}, "mixtral .*router_renormalize: False != True"),
+        ({**ROTARY, "n_expert": 4, "router": "sigmoid"}, "mixtral .*router: sigmoid != softmax"),
+        ({**ROTARY, "n_expert": 4, "n_shared_expert": 1}, "mixtral .*n_shared_expert: 1 != 0"),
+        ({**ROTARY, "n_expert": 4, "capacity_factor": 1.0}, "mixtral .*capacity_factor: 1.0 != None"),
+        ({**ROTARY, "n_expert": 4, "balance_bias": 0.001}, "mixtral .*balance_bias: 0.001 != None"),
         ({**ROTARY, "attention_scale": 0.3}, "llama .*attention_scale"),
         (
             {**ROTARY, "norm_position": "sandwich", "embedding_scale": 48**0.5, "attention_scale": 0.3},

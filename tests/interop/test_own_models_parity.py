@@ -33,9 +33,10 @@ def load(folder, config, **options):
         dataclasses.replace(LLAMA, norm_gain=False, activation="gelu_exact"),
         dataclasses.replace(LLAMA, rotary_scaling="yarn", rotary_factor=2.0, rotary_original=8, rotary_fast=3.0),
         dataclasses.replace(LLAMA, qk_norm=True, window=4, global_every=2),
+        dataclasses.replace(LLAMA, n_expert=4, expert_size=20),
         dataclasses.replace(GEMMA, window=4, attention_soft_cap=5.0, logit_soft_cap=20.0, attention_scale=1 / 3),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_the_logits_are_ours(config, tmp_path):
     written, model = load(tmp_path / "x", config)

@@ -61,10 +61,12 @@ def assert_equal_bits(found, expected):
         dataclasses.replace(LLAMA, attention_bias=True, mlp_bias=True, tie_embeddings=True),
         dataclasses.replace(LLAMA, window=5),
         dataclasses.replace(LLAMA, qk_norm=True, attention_bias=True, head_size=10),
+        dataclasses.replace(LLAMA, n_expert=3, expert_size=20),
+        dataclasses.replace(LLAMA, n_expert=3, expert_top_k=1, qk_norm=True, router_renormalize=False, window=5),
         GEMMA,
         dataclasses.replace(GEMMA, qk_norm=True, n_kv_head=1, window=5, global_every=2, rotary_local_base=30.0),
     ],
-    ids=lambda config: f"{config.position} {config.norm_position} {config.n_kv_head} {config.attention_bias}",
+    ids=range(10),
 )
 def test_a_model_comes_back_bit_by_bit(config, tmp_path):
     read = read_model(written(tmp_path / "x", config))

@@ -15,7 +15,7 @@ from andrea_jax.settings import UserError
 
 
 class Row(NamedTuple):
-    """One of our tensors and theirs; `{}` in a name stands for the number of the block."""
+    """One of our tensors and theirs; `{}` in a name stands for the number of the block, then of the expert."""
 
     ours: str
     theirs: tuple[str, ...]

@@ -7,9 +7,10 @@ from andrea_jax.interop.hugging_face.architecture import Architecture
 from andrea_jax.interop.hugging_face.gemma import GEMMA2, GEMMA3
 from andrea_jax.interop.hugging_face.gpt2 import GPT2
 from andrea_jax.interop.hugging_face.llama import LLAMA, MISTRAL, QWEN3
+from andrea_jax.interop.hugging_face.mixtures import MIXTRAL, QWEN3_MOE
 from andrea_jax.settings import UserError
 
-ARCHITECTURES = {a.model_type: a for a in (GPT2, LLAMA, MISTRAL, QWEN3, GEMMA2, GEMMA3)}
+ARCHITECTURES = {a.model_type: a for a in (GPT2, LLAMA, MISTRAL, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE)}
 
 
 def architecture_named(model_type: object) -> Architecture:

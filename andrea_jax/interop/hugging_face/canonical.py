@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from andrea_jax.config import ModelConfig
+from andrea_jax.config import TRAINING_ONLY, ModelConfig
 from andrea_jax.layers.position import yarn_length
 
 
 def canonical(config: ModelConfig) -> ModelConfig:
     """The same function, with each derived value written out and each value without effect at its default.
 
-    Padding of the vocabulary and dropout are not part of it.
+    Padding of the vocabulary and what matters in training only are not part of it.
     """
     default = ModelConfig()
     scaling = config.rotary_scaling if config.position == "rotary" else "none"
@@ -22,7 +22,10 @@ def canonical(config: ModelConfig) -> ModelConfig:
         "head_size": config.head_dim,
         "attention_scale": config.attention_scale or config.head_dim**-0.5,
     }
-    without_effect = ["mlp_ratio", "mlp_multiple", "vocab_multiple", "dropout"]
+    without_effect = ["mlp_ratio", "mlp_multiple", "vocab_multiple", *TRAINING_ONLY]
+    if config.n_expert is not None:
+        changes["expert_size"] = config.expert_dim
+        without_effect += ["mlp_size"]
     if config.window is None or config.global_every == 1:
         without_effect += ["window", "global_every", "rotary_local_base"]
     elif config.global_every is not None and config.global_every > config.n_layer:

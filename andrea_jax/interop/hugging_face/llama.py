@@ -69,14 +69,14 @@ LLAMA = Architecture(
 )
 
 
-def read_mistral(options: Options, window: int | None = 4096, base: float = 10000.0) -> dict[str, Any]:
+def one_window(options: Options, window: int | None, base: float) -> dict[str, Any]:
+    """Rotary positions, and the same window in every block, or none."""
     types = [WINDOWED] * int(options.number("num_hidden_layers"))
-    window = options.get("sliding_window", window)
     options.only("layer_types", types if window else [GLOBAL] * len(types))
     return read_rotary(options, base) | read_windows(options, window, types)
 
 
-def write_mistral(config: ModelConfig) -> dict[str, Any]:
+def write_one_window(config: ModelConfig) -> dict[str, Any]:
     return write_rotary(config) | {"sliding_window": config.window}
 
 
@@ -87,8 +87,8 @@ MISTRAL = Architecture(
     fields=FIELDS,
     shared=SHARED,
     rows=ROWS,
-    read_more=read_mistral,
-    write_more=write_mistral,
+    read_more=lambda options: one_window(options, options.get("sliding_window", 4096), 10000.0),
+    write_more=write_one_window,
 )
 
 

@@ -24,9 +24,9 @@ ACTIVATIONS = {
 _WITHOUT_EFFECT = """
     _attn_implementation _name_or_path _sliding_window_pattern architectures attention_dropout attn_implementation
     attn_pdrop bos_token_id cache_implementation dtype embd_pdrop eos_token_id gradient_checkpointing hidden_act
-    id2label initializer_range label2id max_window_layers model_type n_ctx num_labels output_attentions
-    output_hidden_states output_router_logits pad_token_id pretraining_tp reorder_and_upcast_attn resid_pdrop
-    return_dict router_aux_loss_coef router_jitter_noise sep_token_id sliding_window summary_activation
+    id2label initializer_range intermediate_size label2id max_window_layers model_type n_ctx num_labels
+    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp reorder_and_upcast_attn
+    resid_pdrop return_dict router_aux_loss_coef router_jitter_noise sep_token_id sliding_window summary_activation
     summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class
     torch_dtype transformers_version unk_token_id use_cache use_sliding_window
 """

@@ -102,11 +102,11 @@ def their_values(params: Params, architecture: Architecture, config: ModelConfig
     return value
 
 
-STACKED = ("layer",)  # axes of ours that are numbers in their names
+STACKED = ("layer", "expert")  # axes of ours that are numbers in their names
 
 
 def _part_shape(spec: Spec) -> tuple[int, ...]:
-    """Of one block's part, or of a tensor outside the blocks."""
+    """Of the part of one block or of one of its experts, or of a tensor outside the blocks."""
     return tuple(size for size, axis in zip(spec.shape, spec.axes, strict=True) if axis not in STACKED)
 
 

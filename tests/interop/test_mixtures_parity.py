@@ -1,0 +1,47 @@
+"""mixtral and qwen3_moe against transformers."""
+
+import pytest
+from interop.parity import check_greedy, check_parity, transformers
+
+SIZES = dict(
+    vocab_size=301,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+QWEN = dict(moe_intermediate_size=40, num_experts=6, num_experts_per_tok=3, head_dim=20)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_local_experts": 5}, {"num_experts_per_tok": 3, "sliding_window": 5, "tie_word_embeddings": True}],
+    ids=str,
+)
+def test_mixtral(options, tmp_path):
+    check_parity(transformers.MixtralConfig(**SIZES, intermediate_size=40, **options), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm_topk_prob": True, "attention_bias": True},
+        {"num_experts_per_tok": 6, "use_sliding_window": True, "sliding_window": 5},
+    ],
+    ids=str,
+)
+def test_qwen3_moe(options, tmp_path):
+    check_parity(transformers.Qwen3MoeConfig(**SIZES | QWEN | options), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MixtralConfig(**SIZES, intermediate_size=40, num_local_experts=5),
+        transformers.Qwen3MoeConfig(**SIZES, **QWEN),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_greedy_text_is_the_same(config, tmp_path):
+    check_greedy(config, tmp_path)
