@@ -18,7 +18,7 @@ def call(
     """The arrays like `outputs` that `kernel(*arguments, *outputs, **constants)` writes; vmap runs it in a loop.
 
     jax-triton compiles when JAX lowers and would ask the driver for the card, so it is told: then it also compiles on a
-    machine without one (tests/aot/test_triton_kernels.py).
+    machine without one (tests/aot/test_triton_compiled.py).
     """
     import jax_triton
 
