@@ -104,6 +104,11 @@ def last_saved(manager: ocp.CheckpointManager) -> int | None:
     return steps[-1] if steps else None
 
 
+def describe_last(step: int | None, kind: str = "complete") -> str:
+    """`the last complete checkpoint is of step 5`."""
+    return "there is no checkpoint yet" if step is None else f"the last {kind} checkpoint is of step {step}"
+
+
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
     """The `meta` item of one checkpoint."""
     with _reading(folder, step):

@@ -44,14 +44,14 @@ def prefill(
     Rows are padded on the right with any ids: what stands behind a row's last token is written again before
     `decode_step` looks at it, and no earlier position attends to it.
     """
-    B, T = tokens_BT.shape
-    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    T = tokens_BT.shape[1]
+    positions_T = jnp.arange(T)
 
     def attend(past, layer, q_BTNH, k_BTKH, v_BTKH):
         attended_BTNH = causal_attend(config, engine, layer=layer)(q_BTNH, k_BTKH, v_BTKH)
-        return attended_BTNH, KeyValueCache(_turned(k_BTKH, positions_BT, config, layer), v_BTKH)
+        return attended_BTNH, KeyValueCache(_turned(k_BTKH, positions_T, config, layer), v_BTKH)
 
-    _, new = _run_blocks(params, tokens_BT, positions_BT, None, attend, config, engine)
+    _, new = _run_blocks(params, tokens_BT, positions_T, None, attend, config, engine)
     chosen = rows_B[:, None, None, None]
     return jax.tree.map(lambda old, new: old.at[:, :, :T].set(jnp.where(chosen, new, old[:, :, :T])), cache, new)
 
@@ -85,26 +85,27 @@ def decode_step(
     return capped(logits_BV, config.logit_soft_cap), cache
 
 
-def _turned(x_BTNH: jax.Array, positions_BT: jax.Array, config: ModelConfig, layer: jax.Array) -> jax.Array:
-    return rotate(x_BTNH, positions_BT, config, config.sees_all(layer)) if config.position == "rotary" else x_BTNH
+def _turned(x_BTNH: jax.Array, positions: jax.Array, config: ModelConfig, layer: jax.Array) -> jax.Array:
+    return rotate(x_BTNH, positions, config, config.sees_all(layer)) if config.position == "rotary" else x_BTNH
 
 
 def _run_blocks(
     params: Params,
     tokens_BT: jax.Array,
-    positions_BT: jax.Array,
+    positions: jax.Array,
     past: KeyValueCache | None,
     attend: Callable[..., tuple[jax.Array, KeyValueCache]],
     config: ModelConfig,
     engine: EngineConfig,
 ) -> tuple[jax.Array, KeyValueCache]:
-    """x after all blocks, and the keys and values of its positions, [L, B, T, K, H], as `attend` keeps them.
+    """x after all blocks, and the keys and values of its `positions` [T] or [B, T], [L, B, T, K, H], as `attend` keeps
+    them.
 
     Always a scan: unrolled, each step would copy every layer's weights out of the stack.
     """
     x_BTD = params["token_embedding"][tokens_BT] * config.embedding_scale
     if config.position == "learned":
-        x_BTD = x_BTD + params["position_embedding"][positions_BT]
+        x_BTD = x_BTD + params["position_embedding"][positions]
 
     def block(x_BTD: jax.Array, block_layer: Any) -> tuple[jax.Array, KeyValueCache]:
         p, past, layer = block_layer

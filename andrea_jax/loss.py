@@ -42,10 +42,17 @@ def loss_fn(
         params, batch["tokens_BT"], config, engine, batch.get("segments_BT"), dropout_key, mesh
     )
     head_DV, weights_BT = output_matrix(params, config), batch["weights_BT"].astype(jnp.float32)
-    labels_BT, chunk, kernels = batch["targets_BT"], engine.loss_chunk, engine.kernels
-    sizes = (config.vocab_size, z_loss, chunk)
     total, nll = cross_entropy(
-        x_BTD, head_DV, labels_BT, weights_BT, *sizes, kernels, mesh, soft_cap=config.logit_soft_cap
+        x_BTD,
+        head_DV,
+        batch["targets_BT"],
+        weights_BT,
+        config.vocab_size,
+        z_loss,
+        engine.loss_chunk,
+        engine.kernels,
+        mesh,
+        config.logit_soft_cap,
     )
     weight = weights_BT.sum()
     metrics = {"nll": nll, "weight": weight}
@@ -93,11 +100,11 @@ class _How(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _cross_entropy(x_BTD, head_DV, labels_BT, weights_BT, how):
-    return _on_each_device(_sums, how)(x_BTD, head_DV, labels_BT, weights_BT)[0]
+    return _on_each_device(_sums, how, x_BTD, head_DV, labels_BT, weights_BT)[0]
 
 
 def _forward(x_BTD, head_DV, labels_BT, weights_BT, how):
-    sums, (dx_BTD, loss_BT) = _on_each_device(_sums_and_gradients, how)(x_BTD, head_DV, labels_BT, weights_BT)
+    sums, (dx_BTD, loss_BT) = _on_each_device(_sums_and_gradients, how, x_BTD, head_DV, labels_BT, weights_BT)
     total, nll, dhead = sums
     return (total, nll), (dx_BTD, dhead.astype(head_DV.dtype), loss_BT.astype(weights_BT.dtype))
 
@@ -112,37 +119,33 @@ def _backward(how, saved, cotangents):
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _on_each_device(f, how):
+def _on_each_device(f, how, x_BTD, head_DV, labels_BT, weights_BT):
     """f(how, ...) with the head in x's dtype, of each device's rows; what it sums is added once, after its loop.
 
     Over several devices the head's gradient is left in parts, one of each device, that the backward pass adds.
     The vocabulary, where it is split, stays an axis of jit's: no kernel there, since a row's sums cross devices.
     """
     mesh = how.mesh
+    narrow_DV = use(head_DV, x_BTD.dtype, mesh, "embed", "vocab")
+    if not several(mesh):
+        return f(how, x_BTD, narrow_DV, labels_BT, weights_BT)
+    whole_vocabulary = mesh.shape["tensor"] == 1
+    here = how if whole_vocabulary else how._replace(kernels="xla")
 
-    def prepared(x_BTD, head_DV, labels_BT, weights_BT):
-        narrow_DV = use(head_DV, x_BTD.dtype, mesh, "embed", "vocab")
-        if not several(mesh):
-            return f(how, x_BTD, narrow_DV, labels_BT, weights_BT)
-        whole_vocabulary = mesh.shape["tensor"] == 1
-        here = how if whole_vocabulary else how._replace(kernels="xla")
+    def local(*args):
+        sums, rows = f(here, *args)
+        return jax.tree.map(lambda x: x[None], sums), rows
 
-        def local(*args):
-            sums, rows = f(here, *args)
-            return jax.tree.map(lambda x: x[None], sums), rows
-
-        rows, whole = PartitionSpec(ROWS), PartitionSpec()
-        sums, of_rows = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(rows, whole, rows, rows),
-            out_specs=rows,
-            axis_names=set(mesh.axis_names if whole_vocabulary else ROWS),
-            check_vma=False,
-        )(x_BTD, narrow_DV, labels_BT, weights_BT)
-        return tuple(x.sum(0) for x in sums[:2]) + sums[2:], of_rows
-
-    return prepared
+    rows, whole = PartitionSpec(ROWS), PartitionSpec()
+    sums, of_rows = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(rows, whole, rows, rows),
+        out_specs=rows,
+        axis_names=set(mesh.axis_names if whole_vocabulary else ROWS),
+        check_vma=False,
+    )(x_BTD, narrow_DV, labels_BT, weights_BT)
+    return tuple(x.sum(0) for x in sums[:2]) + sums[2:], of_rows
 
 
 def _sums(how, x_BTD, head_DV, labels_BT, weights_BT):

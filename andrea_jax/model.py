@@ -128,7 +128,7 @@ def hidden_and_routing(
         return block_and_routing(p, x_BTD, config, attend, fold_in(keys_B, layer), engine.kernels, mesh)
 
     if engine.remat == "block":
-        block = jax.checkpoint(block, static_argnums=() if not engine.unrolled else (2,))
+        block = jax.checkpoint(block, static_argnums=(2,) if engine.unrolled else ())
     if engine.unrolled:
         layers = []
         for layer, p in enumerate(unstack(params["blocks"], config.n_layer)):

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from andrea_jax.checkpoint import describe_last
 from andrea_jax.inspect.flops import model_flops_utilization
 from andrea_jax.settings import RunError
 from andrea_jax.train.config import RunConfig
@@ -120,8 +121,7 @@ class Meter:
         if self._config.train.nonfinite == "skip":
             self._report.say(f"{what}: not finite, the step was skipped")
             return
-        saved = self._last_saved()
-        last = "there is no checkpoint yet" if saved is None else f"the last good checkpoint is of step {saved}"
+        last = describe_last(self._last_saved(), "good")
         raise RunError(
             f"{what}: not finite; {last}. Try a smaller schedule.peak, a longer schedule.warmup, optimizer.clip_norm, "
             "engine.dtype = 'float32', or train.nonfinite = 'skip'"
