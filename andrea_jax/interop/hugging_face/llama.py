@@ -92,11 +92,15 @@ MISTRAL = Architecture(
 )
 
 
+def used_window(options: Options) -> int | None:
+    """Qwen's window, which counts only where it is switched on."""
+    return options.get("sliding_window", 4096) if options.get("use_sliding_window", False) else None
+
+
 def read_qwen3(options: Options) -> dict[str, Any]:
-    window = options.get("sliding_window", 4096) if options.get("use_sliding_window", False) else None
     first = options.number("max_window_layers", 28, above=-1)
     types = [WINDOWED if i >= first else GLOBAL for i in range(int(options.number("num_hidden_layers")))]
-    return read_rotary(options, 10000.0) | read_windows(options, window, types)
+    return read_rotary(options, 10000.0) | read_windows(options, used_window(options), types)
 
 
 def write_qwen3(config: ModelConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from andrea_jax.interop.hugging_face.llama import (
     NORMS,
     SHARED,
     one_window,
+    used_window,
     write_one_window,
 )
 from andrea_jax.interop.hugging_face.options import Field, Options
@@ -50,9 +51,8 @@ MIXTRAL = Architecture(
 
 
 def read_qwen3_moe(options: Options) -> dict[str, Any]:
-    window = options.get("sliding_window", 4096) if options.get("use_sliding_window", False) else None
     experts = options.get("num_experts", None) or options.get("num_local_experts", 128)  # as transformers 5 writes it
-    return one_window(options, window, 10000.0) | {"n_expert": experts}
+    return one_window(options, used_window(options), 10000.0) | {"n_expert": experts}
 
 
 def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
