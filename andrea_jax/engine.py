@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from andrea_jax.settings import check_fields, setting
 
+BackEnd = Literal["auto", "explicit", "blockwise", "cudnn", "xla"]
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -19,7 +21,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "of activations; auto: bfloat16 on GPU, float32 on CPU"
     )
-    attention: Literal["auto", "explicit", "blockwise", "cudnn", "xla"] = setting(
+    attention: BackEnd = setting(  # noqa: RUF009  (an alias hides that it is immutable)
         "auto", "attention back end; auto: cudnn on GPU where it runs, blockwise on CPU"
     )
     attention_block: int = setting(128, "query rows at a time in blockwise attention", at_least=1)

@@ -7,7 +7,6 @@ import platform
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import flags
 import jax
@@ -26,7 +25,7 @@ from andrea_jax.train.corpus import TokenCorpus, open_corpus
 from andrea_jax.train.loop import Result, train
 from andrea_jax.train.parallel import planned_mesh, sharded_abstract_state
 from andrea_jax.train.report import ConsoleReport, Quiet, Report
-from andrea_jax.train.resume import data_identity, run_settings
+from andrea_jax.train.resume import data_identity, flat, run_settings
 
 FLAGS = absl_flags.FlagValues()
 absl_flags.DEFINE_bool("print_parameters", False, "print every tensor of the model, and stop", flag_values=FLAGS)
@@ -61,10 +60,6 @@ def last_checkpoint(config: RunConfig) -> str:
     steps = complete_steps(Path(config.train.run_dir) / "checkpoints")
     text = describe_last(steps[-1] if steps else None)
     return f"{text[0].upper()}{text[1:]}. "
-
-
-def flat(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {f"{section}.{field}": value for section, fields in settings.items() for field, value in fields.items()}
 
 
 def versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ from andrea_jax.inspect.compare_metrics import Metrics, compare_metrics
 from andrea_jax.inspect.state_hash import params_hash
 from andrea_jax.inspect.ulp import Difference, compare_arrays
 from andrea_jax.settings import UserError
+from andrea_jax.train.resume import flat
 from andrea_jax.train.run_folder import read_metrics
 
 ITEMS = ("params", "optimizer")
@@ -109,10 +110,7 @@ def compare_checkpoints(a: Path, b: Path, step: int) -> Checkpoint:
 
 def compare_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """`section.field: A's != B's` for every setting that differs, except the run folder."""
-    ours, theirs = (
-        {f"{section}.{field}": value for section, fields in both.items() for field, value in fields.items()}
-        for both in (a, b)
-    )
+    ours, theirs = flat(a), flat(b)
     pairs = {name: (ours.get(name, ABSENT), theirs.get(name, ABSENT)) for name in ours | theirs}
     return [f"{name}: {x} != {y}" for name, (x, y) in pairs.items() if x != y and name != "train.run_dir"]
 

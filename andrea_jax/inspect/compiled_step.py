@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from andrea_jax.inspect.collectives import Collective, collectives_of
 from andrea_jax.inspect.compile_for import described_gpus, kernels_as_on
 from andrea_jax.inspect.product_flops import product_flops
-from andrea_jax.layers.attention import why_not_cudnn
+from andrea_jax.layers.attention import check_attention, choose_back_end
 from andrea_jax.settings import UserError
 from andrea_jax.sharding import MeshConfig, check_divides, make_mesh, mesh_shape, named
 from andrea_jax.train.config import RunConfig
@@ -103,15 +103,13 @@ def on_gpus(config: RunConfig) -> RunConfig:
     """The run with `auto` resolved as on a GPU.
 
     Raises:
-        UserError: attention in cuDNN that it cannot run.
+        UserError: a back end of attention that cannot run there.
     """
-    dtype = "bfloat16" if config.engine.dtype == "auto" else config.engine.dtype
-    attention, reasons = config.engine.attention, why_not_cudnn(config.model, jnp.dtype(dtype), "gpu")
-    if attention == "cudnn" and reasons:
-        raise UserError(f"engine.attention = 'cudnn' cannot run: {'; '.join(reasons)}. 'auto' chooses one that can")
-    if attention == "auto":
-        attention = "cudnn" if not reasons else "xla" if config.model.attention_soft_cap is None else "blockwise"
-    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, dtype=dtype, attention=attention))
+    engine, model = config.engine, config.model
+    dtype = "bfloat16" if engine.dtype == "auto" else engine.dtype
+    check_attention(engine, model, jnp.dtype(dtype), "gpu")
+    attention = choose_back_end(engine, model, jnp.dtype(dtype), model.context_length, "gpu")
+    return dataclasses.replace(config, engine=dataclasses.replace(engine, dtype=dtype, attention=attention))
 
 
 def on_one_host(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, Cluster]:

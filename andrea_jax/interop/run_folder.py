@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from andrea_jax.data.tokenizer import Tokenizer
 from andrea_jax.files import new_folder, write_file
 from andrea_jax.parameters import Params
 from andrea_jax.train.config import RunConfig
+from andrea_jax.train.resume import make_meta
 from andrea_jax.train.state import State
 
 
@@ -24,11 +24,9 @@ def write_run(config: RunConfig, params: Params, tokenizer: Tokenizer, config_te
         UserError: the folder is there already.
         RunError: the checkpoint cannot be written.
     """
-    settings = dataclasses.asdict(config)
-    meta = {"model": settings["model"], "settings": settings, "tokenizer": tokenizer.to_dict(), "data": None}
     state = State(jnp.int32(0), params, {"none": np.zeros(())})  # Orbax writes no empty tree
     with new_folder(Path(config.train.run_dir)) as folder:
         tokenizer.save(folder / "tokenizer.json")
         write_file(folder / "config.gin", config_text.encode())
         with open_for_saving(folder / "checkpoints", keep_last=1) as manager:
-            save(manager, state, meta | {"tokens": 0}, None)
+            save(manager, state, make_meta(config, tokenizer, data=None) | {"tokens": 0}, None)

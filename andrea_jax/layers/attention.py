@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from andrea_jax.config import ModelConfig
-from andrea_jax.engine import EngineConfig
+from andrea_jax.engine import BackEnd, EngineConfig
 from andrea_jax.layers.blockwise_attention import blockwise_attention
 from andrea_jax.layers.norm import head_norm
 from andrea_jax.layers.position import alibi_slopes, rotate
@@ -129,12 +129,15 @@ def _attend(
     )
 
 
-def choose_back_end(engine: EngineConfig, config: ModelConfig, dtype: Any, T: int) -> str:
-    """The back end that `engine.attention` stands for, at these sizes and on the default device."""
+def choose_back_end(
+    engine: EngineConfig, config: ModelConfig, dtype: Any, T: int, platform: str | None = None
+) -> BackEnd:
+    """The back end that `engine.attention` stands for, at these sizes, on the default device or another `platform`."""
     if engine.attention != "auto":
         return engine.attention
-    if jax.default_backend() == "gpu" and config.attention_soft_cap is None:
-        return "xla" if why_not_cudnn(config, dtype) else "cudnn"
+    platform = platform or jax.default_backend()
+    if platform == "gpu" and config.attention_soft_cap is None:
+        return "xla" if why_not_cudnn(config, dtype, platform) else "cudnn"
     return "explicit" if T <= EXPLICIT_UP_TO else "blockwise"
 
 
@@ -153,9 +156,9 @@ def _why_not_library(config: ModelConfig) -> list[str]:
     return [] if config.attention_soft_cap is None else ["it has no attention_soft_cap"]
 
 
-def check_attention(engine: EngineConfig, config: ModelConfig, dtype: Any) -> None:
-    """Raises UserError, before anything compiles, if an explicitly chosen back end cannot run here."""
-    checks = {"cudnn": lambda: why_not_cudnn(config, dtype), "xla": lambda: _why_not_library(config)}
+def check_attention(engine: EngineConfig, config: ModelConfig, dtype: Any, platform: str | None = None) -> None:
+    """Raises UserError, before anything compiles, if an explicitly chosen back end cannot run here, or there."""
+    checks = {"cudnn": lambda: why_not_cudnn(config, dtype, platform), "xla": lambda: _why_not_library(config)}
     if reasons := checks.get(engine.attention, list)():
         raise _cannot(engine.attention, reasons)
 

@@ -25,7 +25,7 @@ from andrea_jax.train.corpus import TokenCorpus
 from andrea_jax.train.meter import Meter
 from andrea_jax.train.parallel import compile_step, run_mesh
 from andrea_jax.train.report import Quiet, Report
-from andrea_jax.train.resume import make_meta, start_state
+from andrea_jax.train.resume import data_identity, make_meta, start_state
 from andrea_jax.train.run_folder import MetricsLog, NoLog, locked
 from andrea_jax.train.signals import StopRequest, stop_on_signal
 from andrea_jax.train.state import State
@@ -81,7 +81,7 @@ def _train(
     if config_text and is_main():
         write_file(run_dir / "config.gin", config_text.encode())
 
-    meta = make_meta(config, corpus)
+    meta = make_meta(config, tokenizer, data_identity(corpus))
     train_step = compile_step(config, mesh)
     log = MetricsLog(run_dir, options, meta["settings"], first) if is_main() else NoLog()
     saved_at = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from andrea_jax.checkpoint import (
     restore_params,
     restore_state,
 )
+from andrea_jax.data.tokenizer import Tokenizer
 from andrea_jax.distributed import agree, barrier, is_main
 from andrea_jax.settings import UserError
 from andrea_jax.train.config import RunConfig
@@ -25,13 +27,13 @@ from andrea_jax.train.report import Report
 from andrea_jax.train.state import State
 
 
-def make_meta(config: RunConfig, corpus: TokenCorpus) -> dict[str, Any]:
-    """What a checkpoint says beside its arrays."""
+def make_meta(config: RunConfig, tokenizer: Tokenizer, data: dict[str, Any] | None) -> dict[str, Any]:
+    """What a checkpoint says beside its arrays; `data` is the identity of what was trained on, None: nothing yet."""
     return {
         "model": dataclasses.asdict(config.model),
         "settings": run_settings(config),
-        "tokenizer": corpus.tokenizer.to_dict(),
-        "data": data_identity(corpus),
+        "tokenizer": tokenizer.to_dict(),
+        "data": data,
     }
 
 
@@ -39,6 +41,11 @@ def run_settings(config: RunConfig) -> dict[str, dict[str, Any]]:
     """All settings but those that say which of several processes this is."""
     sections = [f.name for f in dataclasses.fields(config) if f.name != "distributed"]
     return {name: dataclasses.asdict(getattr(config, name)) for name in sections}
+
+
+def flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """{"train.steps": 10} of {"train": {"steps": 10}}."""
+    return {f"{section}.{field}": value for section, fields in settings.items() for field, value in fields.items()}
 
 
 def data_identity(corpus: TokenCorpus) -> dict[str, Any]:
@@ -107,8 +114,5 @@ def _check_same_run(config: RunConfig, corpus: TokenCorpus, meta: dict[str, Any]
 
 def setting_changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     """`section.field: then -> now` for each setting that differs from a checkpoint's."""
-    changes = []
-    for section, then in saved.items():
-        now = dataclasses.asdict(getattr(config, section)) if hasattr(config, section) else {}
-        changes += [f"{section}.{k}: {then[k]} -> {now[k]}" for k in then if k in now and now[k] != then[k]]
-    return changes
+    then, now = flat(saved), flat(run_settings(config))
+    return [f"{name}: {then[name]} -> {now[name]}" for name in then if name in now and now[name] != then[name]]
