@@ -96,12 +96,16 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(map(int, names))
 
 
+def newest_step(folder: Path) -> int | None:
+    """The last of `complete_steps`."""
+    return max(complete_steps(folder), default=None)
+
+
 def last_saved(manager: ocp.CheckpointManager) -> int | None:
     """Step of the newest complete checkpoint, after those being written have ended."""
     with contextlib.suppress(Exception):
         manager.wait_until_finished()
-    steps = complete_steps(Path(manager.directory))
-    return steps[-1] if steps else None
+    return newest_step(Path(manager.directory))
 
 
 def describe_last(step: int | None, kind: str = "complete") -> str:

@@ -12,8 +12,8 @@ from andrea_jax.config import ModelConfig
 from andrea_jax.engine import EngineConfig
 from andrea_jax.layers.attention import causal_attend
 from andrea_jax.layers.position import rotate
-from andrea_jax.layers.scores import attend_to_past, capped
-from andrea_jax.model import block_forward, final_norm, output_matrix
+from andrea_jax.layers.scores import attend_to_past
+from andrea_jax.model import block_forward, final_norm, output_logits
 from andrea_jax.parameters import Params
 
 
@@ -49,7 +49,7 @@ def prefill(
 
     def attend(past, layer, q_BTNH, k_BTKH, v_BTKH):
         attended_BTNH = causal_attend(config, engine, layer=layer)(q_BTNH, k_BTKH, v_BTKH)
-        return attended_BTNH, KeyValueCache(_turned(k_BTKH, positions_T, config, layer), v_BTKH)
+        return attended_BTNH, KeyValueCache(rotate(k_BTKH, positions_T, config, config.sees_all(layer)), v_BTKH)
 
     _, new = _run_blocks(params, tokens_BT, positions_T, None, attend, config, engine)
     chosen = rows_B[:, None, None, None]
@@ -71,22 +71,16 @@ def decode_step(
     rows_B, positions_B1 = jnp.arange(len(tokens_B)), positions_B[:, None]
 
     def attend(past, layer, q_B1NH, k_B1KH, v_B1KH):
-        q_B1NH, k_B1KH = (_turned(x, positions_B1, config, layer) for x in (q_B1NH, k_B1KH))
+        sees_all = config.sees_all(layer)
+        q_B1NH, k_B1KH = (rotate(x, positions_B1, config, sees_all) for x in (q_B1NH, k_B1KH))
         k_BSKH = past.k.at[rows_B, positions_B].set(k_B1KH[:, 0])
         v_BSKH = past.v.at[rows_B, positions_B].set(v_B1KH[:, 0])
-        attended_BNH = attend_to_past(q_B1NH[:, 0], k_BSKH, v_BSKH, positions_B, config, config.sees_all(layer))
+        attended_BNH = attend_to_past(q_B1NH[:, 0], k_BSKH, v_BSKH, positions_B, config, sees_all)
         return attended_BNH[:, None], KeyValueCache(k_B1KH, v_B1KH)
 
     x_B1D, new = _run_blocks(params, tokens_B[:, None], positions_B1, cache, attend, config, engine)
     cache = jax.tree.map(lambda old, new: old.at[:, rows_B, positions_B].set(new[:, :, 0]), cache, new)
-    x_BD = final_norm(params, x_B1D[:, 0], config)
-    head_DV = output_matrix(params, config)[:, : config.vocab_size]
-    logits_BV = jnp.matmul(x_BD, head_DV.astype(x_BD.dtype), preferred_element_type=jnp.float32)
-    return capped(logits_BV, config.logit_soft_cap), cache
-
-
-def _turned(x_BTNH: jax.Array, positions: jax.Array, config: ModelConfig, layer: jax.Array) -> jax.Array:
-    return rotate(x_BTNH, positions, config, config.sees_all(layer)) if config.position == "rotary" else x_BTNH
+    return output_logits(params, final_norm(params, x_B1D[:, 0], config), config), cache
 
 
 def _run_blocks(

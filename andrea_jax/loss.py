@@ -17,7 +17,7 @@ from andrea_jax.model import ENGINE, hidden_and_routing, output_matrix
 from andrea_jax.parameters import Params
 from andrea_jax.sharding import ROWS, add_parts, several, use
 from pallas_kernels.cross_entropy import losses_and_gradient
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, where_written
 
 Batch = dict[str, Any]  # tokens_BT, targets_BT int32; weights_BT float32 (0: ignored); segments_BT int32, optional
 
@@ -193,7 +193,7 @@ def _rows(x_RD, labels_R, weights_R, head_DV, how: _How):
     The logits are float32 also where x is bfloat16. Rounded, those of size 10 put 0.015 of noise on a token's loss and
     0.6 % on the gradient, ten and four times what rounding x and dlogits costs: not worth the 4 bytes a logit.
     """
-    implementation: Implementation = "xla" if how.kernels == "jax_triton" else how.kernels  # jax_triton has none
+    implementation = where_written("cross_entropy", how.kernels)
     logits_RV = capped(jnp.dot(x_RD, head_DV, preferred_element_type=jnp.float32), how.soft_cap)
     logsum_R, nll_R, dlogits_RV = losses_and_gradient(
         logits_RV, labels_R, weights_R, how.vocab_size, how.z_loss, x_RD.dtype, implementation

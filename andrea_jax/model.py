@@ -83,10 +83,7 @@ def model_forward(
         UserError: more tokens than `context_length`.
     """
     x_BTD = hidden_forward(params, tokens_BT, config, engine, segments_BT, dropout_key, mesh)
-    head_DV = use(output_matrix(params, config), x_BTD.dtype, mesh, "embed", "vocab")
-    logits_BTV = jnp.matmul(x_BTD, head_DV, preferred_element_type=jnp.float32)
-    logits_BTV = constrain(logits_BTV, mesh, "batch", None, "vocab")[..., : config.vocab_size]
-    return capped(logits_BTV, config.logit_soft_cap)
+    return output_logits(params, x_BTD, config, mesh)
 
 
 def hidden_forward(
@@ -148,6 +145,17 @@ def final_norm(
     if config.final_norm:
         _, x_BTD = norm(params["final_norm"], x_BTD, config, kernels, mesh)
     return x_BTD if config.logit_scale == 1 else x_BTD * config.logit_scale
+
+
+def output_logits(params: Params, x: jax.Array, config: ModelConfig, mesh: Mesh | None = None) -> jax.Array:
+    """float32 logits [..., V] of the stream [..., D] behind the final norm.
+
+    Padding is cut from the logits: cut from the head it would be a copy of the head at every decoded token.
+    """
+    head_DV = use(output_matrix(params, config), x.dtype, mesh, "embed", "vocab")
+    logits = jnp.matmul(x, head_DV, preferred_element_type=jnp.float32)
+    logits = constrain(logits, mesh, "batch", *(None,) * (x.ndim - 2), "vocab")[..., : config.vocab_size]
+    return capped(logits, config.logit_soft_cap)
 
 
 def output_matrix(params: Params, config: ModelConfig) -> jax.Array:

@@ -14,7 +14,7 @@ from absl import flags as absl_flags
 from rich.console import Console
 from settings_table import SETTINGS
 
-from andrea_jax.checkpoint import complete_steps, describe_last
+from andrea_jax.checkpoint import describe_last, newest_step
 from andrea_jax.distributed import agree, is_main, joined, main_first
 from andrea_jax.inspect.parameter_table import parameter_table, sharding_table
 from andrea_jax.layers.attention import check_attention, choose_back_end
@@ -57,8 +57,7 @@ def run_joined(config: RunConfig, bound: dict[str, str]) -> int:
 
 
 def last_checkpoint(config: RunConfig) -> str:
-    steps = complete_steps(Path(config.train.run_dir) / "checkpoints")
-    text = describe_last(steps[-1] if steps else None)
+    text = describe_last(newest_step(Path(config.train.run_dir) / "checkpoints"))
     return f"{text[0].upper()}{text[1:]}. "
 
 

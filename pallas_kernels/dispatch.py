@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from pallas_kernels import launch, triton_launch
 from pallas_kernels.shard import over_rows
 
 Implementation = Literal["auto", "xla", "pallas", "jax_triton"]
-IMPLEMENTATIONS = ("auto", "xla", "pallas", "jax_triton")
+IMPLEMENTATIONS = get_args(Implementation)
 KERNELS: tuple[Implementation, ...] = ("pallas", "jax_triton")
 DTYPES = ("float32", "bfloat16", "float16")
 TYPICAL = (8192, 768)
@@ -94,7 +95,7 @@ def support(
     if platform == "gpu" and capability is None:
         capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
     width = shape[-1]
-    rows = functools.reduce(lambda a, b: a * b, shape[:-1], 1)
+    rows = math.prod(shape[:-1])
     reasons = []
     if implementation == "jax_triton":
         reasons += triton_launch.obstacles(capability)
@@ -122,6 +123,11 @@ def _recent(capability: str | None) -> bool:
         return float(capability or "") >= OLDEST
     except ValueError:  # AMD's are names
         return False
+
+
+def where_written(operation: str, implementation: Implementation) -> Implementation:
+    """What a model's one switch means for an operation: jax-triton has a kernel for some, the others are XLA's."""
+    return "xla" if implementation == "jax_triton" and operation not in TRITON else implementation
 
 
 def plan(

@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bias_gelu_xla import widen
+
 
 def forward(x: Any, delta: Any, gain: Any, shift: Any, *, eps: float, kind: str) -> tuple[jax.Array, jax.Array]:
     """(stream, normed). The variance takes two passes over a row that is in registers: one kernel on a GPU."""
     stream = x if delta is None else x + delta
-    s = _widen(stream)
+    s = widen(stream)
     s = s - _mean(s) if kind == "layer" else s
     y = s * jax.lax.rsqrt(_mean(s * s) + eps)
     y = y if gain is None else y * gain
@@ -29,10 +31,10 @@ def backward(
     one reading, which is why the layer kind takes them around the row's first number t, where
     var = mean((s - t)^2) - mean(s - t)^2 loses at most D roundings; then dx and the sums in another.
     """
-    s, dy = _widen(stream), _widen(dy)
+    s, dy = widen(stream), widen(dy)
     g = dy if gain is None else dy * gain
     if kind == "layer":
-        s = s - _widen(stream[..., :1])
+        s = s - widen(stream[..., :1])
         mean_s, mean_g = _mean(s), _mean(g)
         rstd = jax.lax.rsqrt(jnp.maximum(_mean(s * s) - mean_s * mean_s, 0.0) + eps)
         mean_gn = (_mean(g * s) - mean_g * mean_s) * rstd
@@ -51,10 +53,6 @@ def backward(
 
 def _mean(a: jax.Array) -> jax.Array:
     return jnp.mean(a, -1, keepdims=True)
-
-
-def _widen(a: jax.Array) -> jax.Array:
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
 
 
 def _mapped_like(stream: jax.Array, *vectors: Any) -> jax.Array:

@@ -63,7 +63,6 @@ def collectives(model, mesh):
 
 LAYOUTS = [MeshConfig(8), MeshConfig(1, 8), MeshConfig(1, 1, 8), MeshConfig(2, 2, 2)]
 for model in (EXPERTS, TIGHT):
-    one = gradient(model, MeshConfig(8))
     config = run(model, MeshConfig(8))
     alone = jax.jit(lambda p, c=config: loss_and_gradient(p, BATCH, c, None))(
         sharded_init_state(config, run_mesh(config)).params
@@ -77,7 +76,6 @@ assert sorted(split) == sorted(dense), (split, dense)
 assert "all-reduce" in split
 assert "all-to-all" not in split
 
-config = run(EXPERTS, MeshConfig(8), "pmap")
 losses = []
 for parallel in ("jit", "pmap"):
     config = run(EXPERTS, MeshConfig(8), parallel)

@@ -65,9 +65,8 @@ def causal_attend(
     slopes_N = jnp.asarray(alibi_slopes(config.n_head)) if config.position == "alibi" else None
 
     def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-        if config.position == "rotary":
-            positions_T = jnp.arange(q_BTNH.shape[1])
-            q_BTNH, k_BTKH = (rotate(x, positions_T, config, sees_all) for x in (q_BTNH, k_BTKH))
+        positions_T = jnp.arange(q_BTNH.shape[1])
+        q_BTNH, k_BTKH = (rotate(x, positions_T, config, sees_all) for x in (q_BTNH, k_BTKH))
         inputs = (q_BTNH, k_BTKH, v_BTKH, segments_BT, slopes_N)
         if isinstance(sees_all, bool):
             return core(sees_all)(*inputs)

@@ -7,12 +7,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from andrea_jax.config import ModelConfig
 from andrea_jax.sharding import constrain, named, use
 from pallas_kernels.bias_gelu import bias_gelu
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, where_written
 from pallas_kernels.gates import geglu, swiglu
 
 GATES = {"silu": swiglu, "gelu": geglu}
@@ -43,15 +43,28 @@ def mlp(
         h_BTF = constrain(x_BTD @ use(p[weight], dtype, mesh, "embed", "mlp"), mesh, "batch", None, "mlp")
         return h_BTF + p[bias].astype(dtype) if bias and bias in p else h_BTF
 
-    if config.gated:
-        gate_BTF, up_BTF = product("w_gate", "b_gate"), product("w_1", "b_1")
-        if config.activation in GATES:
-            h_BTF = GATES[config.activation](gate_BTF, up_BTF, implementation, sharding)
-        else:
-            h_BTF = ACTIVATIONS[config.activation](gate_BTF) * up_BTF
-    elif config.activation == "gelu":
-        h_BTF = bias_gelu(product("w_1", None), p.get("b_1"), implementation, sharding)
+    gate_BTF = product("w_gate", "b_gate") if config.gated else None
+    if config.activation == "gelu" and not config.gated:  # the bias is added in the GELU's own kernel
+        h_BTF = activated(product("w_1", None), gate_BTF, config, implementation, sharding, p.get("b_1"))
     else:
-        h_BTF = ACTIVATIONS[config.activation](product("w_1", "b_1"))
+        h_BTF = activated(product("w_1", "b_1"), gate_BTF, config, implementation, sharding)
     y_BTD = h_BTF @ use(p["w_2"], dtype, mesh, "mlp", "embed")
     return y_BTD + p["b_2"].astype(dtype) if "b_2" in p else y_BTD
+
+
+def activated(
+    up: jax.Array,
+    gate: jax.Array | None,
+    config: ModelConfig,
+    implementation: Implementation,
+    sharding: NamedSharding | None = None,
+    gelu_bias: jax.Array | None = None,
+) -> jax.Array:
+    """activation(up + gelu_bias), or activation(gate) * up where there is a gate; `gelu_bias` for a plain GELU only."""
+    if gate is not None:
+        if config.activation in GATES:
+            return GATES[config.activation](gate, up, where_written("gates", implementation), sharding)
+        return ACTIVATIONS[config.activation](gate) * up
+    if config.activation == "gelu":
+        return bias_gelu(up, gelu_bias, implementation, sharding)
+    return ACTIVATIONS[config.activation](up)

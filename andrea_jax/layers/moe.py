@@ -21,9 +21,8 @@ from jax.sharding import Mesh
 
 from andrea_jax.config import ModelConfig
 from andrea_jax.layers.expert_rows import Rows, exchange, expert_product, place_rows
-from andrea_jax.layers.mlp import ACTIVATIONS, GATES, mlp
+from andrea_jax.layers.mlp import activated, mlp
 from andrea_jax.sharding import named, several, use
-from pallas_kernels.bias_gelu import bias_gelu
 from pallas_kernels.dispatch import Implementation
 
 Routing = dict[str, jax.Array]
@@ -55,8 +54,9 @@ def moe(
     weights = {
         name: use(p[name], jnp.float32 if "router" in name else x_BTD.dtype, mesh, *AXES[name]) for name in names
     }
-    local = partial(_local, config=config, implementation=implementation, axis="tensor" if several(mesh) else None)
-    if mesh is not None and several(mesh):
+    axis = "tensor" if several(mesh) and mesh.shape["tensor"] > 1 else None
+    local = partial(_local, config=config, implementation=implementation, axis=axis)
+    if several(mesh):
         split = {name: named(mesh, *(a if a == "expert" else None for a in AXES[name])).spec for name in names}
         rows = named(mesh, "batch").spec
         local = jax.shard_map(local, mesh=mesh, in_specs=(split, rows), out_specs=(rows, rows), check_vma=False)
@@ -148,18 +148,8 @@ def experts(
         # as a product: a gather's gradient would add in no fixed order
         return y + (jax.nn.one_hot(rows.expert_Z, len(p[bias]), dtype=y.dtype) @ p[bias])[:, None]
 
-    up_ZRF = product(x_ZRD, "w_1", "b_1")
-    if config.gated:
-        gate_ZRF = product(x_ZRD, "w_gate", "b_gate")
-        if config.activation in GATES:
-            h_ZRF = GATES[config.activation](gate_ZRF, up_ZRF, implementation)
-        else:
-            h_ZRF = ACTIVATIONS[config.activation](gate_ZRF) * up_ZRF
-    elif config.activation == "gelu":
-        h_ZRF = bias_gelu(up_ZRF, None, implementation)
-    else:
-        h_ZRF = ACTIVATIONS[config.activation](up_ZRF)
-    return product(h_ZRF, "w_2", "b_2")
+    gate_ZRF = product(x_ZRD, "w_gate", "b_gate") if config.gated else None
+    return product(activated(product(x_ZRD, "w_1", "b_1"), gate_ZRF, config, implementation), "w_2", "b_2")
 
 
 def combine(y_ZRD: jax.Array, rows: Rows, weights_BTK: jax.Array) -> jax.Array:

@@ -14,8 +14,11 @@ from andrea_jax.config import ModelConfig
 def rotate(x_BTNH: jax.Array, positions: jax.Array, config: ModelConfig, sees_all: jax.Array | bool) -> jax.Array:
     """Each pair (x_i, x_{i + H/2}) turned by position * frequency_i, in float32; x's dtype (Su et al. 2021).
 
-    `positions` [T] or [B, T]. Blocks with a window turn by `rotary_local_base` where there is one, without scaling.
+    `positions` [T] or [B, T]. Blocks with a window turn by `rotary_local_base` where there is one, without scaling. A
+    model without rotary positions leaves x as it is.
     """
+    if config.position != "rotary":
+        return x_BTNH
     everywhere_h, factor = rotary_frequencies(config)
     frequencies_h, length = jnp.asarray(everywhere_h), jnp.float32(factor)
     if config.rotary_local_base is not None:

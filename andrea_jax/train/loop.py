@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from andrea_jax.checkpoint import complete_steps, describe_last, last_saved, open_for_saving, save
+from andrea_jax.checkpoint import describe_last, last_saved, newest_step, open_for_saving, save
 from andrea_jax.data.windows import eval_batches, iterate, make_batches
 from andrea_jax.distributed import agreed_stop, gather, is_main
 from andrea_jax.evaluate import evaluate
@@ -57,8 +57,7 @@ def train(config: RunConfig, corpus: TokenCorpus, report: Report | None = None, 
         try:
             return _train(config, corpus, report or Quiet(), config_text, run_dir, mesh, stop)
         except OSError as error:
-            steps = complete_steps(run_dir / "checkpoints")
-            last = describe_last(steps[-1] if steps else None)
+            last = describe_last(newest_step(run_dir / "checkpoints"))
             raise RunError(f"cannot write to {run_dir}: {error.strerror or error}; {last}") from error
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from andrea_jax.checkpoint import (
-    complete_steps,
     discard_incomplete,
     model_config,
+    newest_step,
     read_meta,
     restore_params,
     restore_state,
@@ -64,11 +64,10 @@ def start_state(config: RunConfig, corpus: TokenCorpus, report: Report, mesh: Me
     for name in discard_incomplete(folder) if is_main() else ():
         report.say(f"skipped and removed the incomplete checkpoint {name}")
     barrier("checkpoints")
-    steps = complete_steps(folder)
-    agree({"the newest checkpoint": steps[-1] if steps else None})
-    if not steps:
+    step = newest_step(folder)
+    agree({"the newest checkpoint": step})
+    if step is None:
         return sharded_init_state(config, mesh), 0
-    step = steps[-1]
     meta = read_meta(folder, step)
     _check_same_run(config, corpus, meta, step, report)
     if meta["data"] is None:

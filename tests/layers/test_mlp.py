@@ -6,6 +6,7 @@ import reference_model
 
 from andrea_jax.config import ModelConfig
 from andrea_jax.layers.mlp import mlp
+from andrea_jax.parameters import init_params
 
 ULP = 2.0**-23
 D, F = 12, 48
@@ -143,3 +144,11 @@ def test_each_position_is_computed_by_itself(gated):
     changed = mlp(p, jnp.asarray(X).at[:, 3].set(9.0), config("gelu", gated))
     np.testing.assert_array_equal(np.delete(together, 3, axis=1), np.delete(changed, 3, axis=1))
     assert np.all(np.asarray(together[:, 3] != changed[:, 3]))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_gated_mlp_under_jax_triton_is_xlas_for_which_there_is_no_such_kernel(activation):
+    config = ModelConfig(31, 8, 16, 1, 2, gated=True, activation=activation)
+    p = jax.tree.map(lambda x: x[0], init_params(jax.random.key(0), config)["blocks"]["mlp"])
+    x = jax.random.normal(jax.random.key(1), (2, 8, 16))
+    np.testing.assert_array_equal(mlp(p, x, config, "jax_triton"), mlp(p, x, config, "xla"))
