@@ -143,7 +143,7 @@ def read_tensors(folder: Path, step: int, item: str) -> dict[str, np.ndarray]:
     """The tensors of the item `params` or `optimizer` in host memory, whatever wrote them; parameters are verified."""
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _describe(folder, step, item))
     if item == "params":
-        tree = _restore_params(folder, step, abstract, read_meta(folder, step))
+        tree = restore_params(folder, step, abstract, read_meta(folder, step))
     else:
         tree = _restore(folder, step, item, abstract)
     return {path_name(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(tree)}
@@ -151,14 +151,9 @@ def read_tensors(folder: Path, step: int, item: str) -> dict[str, np.ndarray]:
 
 def restore_state(folder: Path, step: int, abstract: State) -> State:
     """The state of one checkpoint, with the shapes, dtypes and shardings of `abstract`; parameters are verified."""
-    params = restore_params(folder, step, abstract.params)
+    params = restore_params(folder, step, abstract.params, read_meta(folder, step))
     counter = jax.device_put(np.int32(step), getattr(abstract.step, "sharding", None))
     return State(counter, params, _restore(folder, step, "optimizer", abstract.optimizer))
-
-
-def restore_params(folder: Path, step: int, abstract: Params) -> Params:
-    """The parameters of one checkpoint, verified, with the shapes, dtypes and shardings of `abstract`."""
-    return _restore_params(folder, step, abstract, read_meta(folder, step))
 
 
 def load_checkpoint(path: str | Path, step: int | None = None) -> tuple[Params, ModelConfig, Tokenizer]:
@@ -170,7 +165,7 @@ def load_checkpoint(path: str | Path, step: int | None = None) -> tuple[Params, 
     folder, step = find_checkpoint(path, step)
     meta = read_meta(folder, step)
     config = model_config(meta)
-    params = _restore_params(folder, step, abstract_params(config), meta)
+    params = restore_params(folder, step, abstract_params(config), meta)
     return params, config, Tokenizer.from_dict(meta["tokenizer"])
 
 
@@ -209,7 +204,7 @@ def fingerprints(params: Params) -> dict[str, int]:
     return {path_name(path): int(value) for path, value in jax.tree.leaves_with_path(jax.device_get(_bit_sums(params)))}
 
 
-def _restore_params(folder: Path, step: int, abstract: Params, meta: dict[str, Any]) -> Params:
+def restore_params(folder: Path, step: int, abstract: Params, meta: dict[str, Any]) -> Params:
     """The parameters. Raises UserError if they are not, bit by bit, those that were saved."""
     params = _restore(folder, step, "params", abstract)
     expected, found = meta["fingerprints"], fingerprints(params)

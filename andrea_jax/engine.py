@@ -43,8 +43,11 @@ class EngineConfig:
 
     @property
     def activation_dtype(self) -> jnp.dtype:
-        name = ("float32" if jax.default_backend() == "cpu" else "bfloat16") if self.dtype == "auto" else self.dtype
-        return jnp.dtype(name)
+        return self.dtype_on(jax.default_backend())
+
+    def dtype_on(self, platform: str) -> jnp.dtype:
+        """Of activations on "cpu" or "gpu"."""
+        return jnp.dtype(("float32" if platform == "cpu" else "bfloat16") if self.dtype == "auto" else self.dtype)
 
     @property
     def unrolled(self) -> bool:

@@ -149,38 +149,34 @@ def _attention(config: ModelConfig, add: Add, dense: Init, branch: Init) -> dict
 def _feed_forward(config: ModelConfig, add: Add, dense: Init, branch: Init) -> dict[str, Any]:
     """`mlp`, or `moe`: its router, its experts, and the MLP of the shared ones."""
     if config.n_expert is None:
-        return {"mlp": _mlp(config, add, dense, branch)}
-    E, D, F = config.n_expert, config.d_model, config.expert_dim
-    into, out = Matrix(("embed",), ("expert_mlp",)), Matrix(("expert_mlp",), ("embed",))
+        return {"mlp": _mlp(config, add, dense, branch, config.shared_dim)}
+    E, D = config.n_expert, config.d_model
     tree: dict[str, Any] = {
         "router": add(dense, Matrix(("embed",), ("choice",)), embed=D, choice=E),
-        "w_1": add(dense, into, expert=E, embed=D, expert_mlp=F),
-        "w_2": add(branch, out, expert=E, expert_mlp=F, embed=D),
+        **_mlp(config, add, dense, branch, config.expert_dim, "expert_mlp", expert=E),
     }
-    if config.gated:
-        tree["w_gate"] = add(dense, into, expert=E, embed=D, expert_mlp=F)
-    if config.mlp_bias:
-        tree |= {"b_1": add(zeros, expert=E, expert_mlp=F), "b_2": add(zeros, expert=E, embed=D)}
-        tree |= {"b_gate": add(zeros, expert=E, expert_mlp=F)} if config.gated else {}
     if config.balance_bias is not None:
         tree["router_bias"] = add(zeros, choice=E)
     if config.n_shared_expert:
-        tree["shared"] = _mlp(config, add, dense, branch)
+        tree["shared"] = _mlp(config, add, dense, branch, config.shared_dim)
     return {"moe": tree}
 
 
-def _mlp(config: ModelConfig, add: Add, dense: Init, branch: Init) -> dict[str, Spec]:
-    D, F = config.d_model, config.shared_dim
-    embed, hidden = ("embed",), ("mlp",)
+def _mlp(
+    config: ModelConfig, add: Add, dense: Init, branch: Init, width: int, hidden: str = "mlp", **experts: int
+) -> dict[str, Spec]:
+    """One MLP, or one of each of `experts`; `hidden` names the axis of its width."""
+    D, middle = config.d_model, {hidden: width}
+    into, out = Matrix(("embed",), (hidden,)), Matrix((hidden,), ("embed",))
     tree = {
-        "w_1": add(dense, Matrix(embed, hidden), embed=D, mlp=F),
-        "w_2": add(branch, Matrix(hidden, embed), mlp=F, embed=D),
+        "w_1": add(dense, into, **experts, embed=D, **middle),
+        "w_2": add(branch, out, **experts, **middle, embed=D),
     }
     if config.gated:
-        tree["w_gate"] = add(dense, Matrix(embed, hidden), embed=D, mlp=F)
+        tree["w_gate"] = add(dense, into, **experts, embed=D, **middle)
     if config.mlp_bias:
-        tree |= {"b_1": add(zeros, mlp=F), "b_2": add(zeros, embed=D)}
-        tree |= {"b_gate": add(zeros, mlp=F)} if config.gated else {}
+        tree |= {"b_1": add(zeros, **experts, **middle), "b_2": add(zeros, **experts, embed=D)}
+        tree |= {"b_gate": add(zeros, **experts, **middle)} if config.gated else {}
     return tree
 
 

@@ -91,7 +91,7 @@ def plan_mesh(config: MeshConfig, devices: int) -> AbstractMesh:
     return AbstractMesh(tuple(rest if size == -1 else size for size in sizes), AXES, axis_types=AXIS_TYPES)
 
 
-def check_divides(mesh: Mesh, model: ModelConfig, batch_size: int, accumulate: int = 1) -> None:
+def check_divides(mesh: AnyMesh, model: ModelConfig, batch_size: int, accumulate: int = 1) -> None:
     """Raises UserError, before anything compiles, if a size does not divide over its part of the mesh."""
     rows = row_shards(mesh)
     if batch_size % (rows * accumulate):
@@ -178,6 +178,11 @@ def spec_sharding(mesh: AnyMesh, spec: Spec) -> NamedSharding:
     """Where one tensor lies. Vectors are not split over `fsdp`: gathering them would cost more than they take."""
     matrix = sum(axis != "layer" for axis in spec.axes) > 1
     return named(mesh, *(axis if matrix or axis != "embed" else None for axis in spec.axes))
+
+
+def bytes_on_device(x: Any) -> int:
+    """Bytes of one device's part of an array with a sharding, abstract or not."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> slice:

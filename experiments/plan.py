@@ -75,7 +75,7 @@ def lines(plan: dict[str, Any]) -> list[str]:
         f"           {given['tokens_per_step']:,} tokens a step: {given['batch_size']} windows"
         + (f" in {accumulate} parts" if accumulate > 1 else "")
         + f", {given['windows_at_once']} at once on a GPU",
-        *memory_lines(compiled, given),
+        *memory_lines(compiled),
         *flops_lines(compiled, formula, given),
         *sent_lines(compiled, formula),
         *muon_lines(compiled),
@@ -83,7 +83,7 @@ def lines(plan: dict[str, Any]) -> list[str]:
     ]
 
 
-def memory_lines(compiled: dict[str, Any], given: dict[str, Any]) -> list[str]:
+def memory_lines(compiled: dict[str, Any]) -> list[str]:
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in compiled["memory"].items() if size > 0.005 * GIB)
     used, card = compiled["memory_in_all"], compiled["memory_of_card"]
     verdict = "fits" if compiled["fits"] else f"does not fit: {USABLE:.0%} of the card is taken to be usable"

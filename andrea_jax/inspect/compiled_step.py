@@ -14,7 +14,7 @@ from andrea_jax.inspect.compile_for import described_gpus, kernels_as_on
 from andrea_jax.inspect.product_flops import product_flops
 from andrea_jax.layers.attention import check_attention, choose_back_end
 from andrea_jax.settings import UserError
-from andrea_jax.sharding import MeshConfig, check_divides, make_mesh, mesh_shape, named
+from andrea_jax.sharding import MeshConfig, bytes_on_device, check_divides, make_mesh, mesh_shape, named
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.parallel import compile_step, sharded_abstract_state
 
@@ -96,7 +96,7 @@ def _abstract_batch(config: RunConfig, mesh: Any) -> dict[str, jax.ShapeDtypeStr
 
 def _bytes(tree: Any) -> int:
     """Bytes of one device's part of the arrays."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(bytes_on_device(x) for x in jax.tree.leaves(tree))
 
 
 def on_gpus(config: RunConfig) -> RunConfig:
@@ -106,10 +106,11 @@ def on_gpus(config: RunConfig) -> RunConfig:
         UserError: a back end of attention that cannot run there.
     """
     engine, model = config.engine, config.model
-    dtype = "bfloat16" if engine.dtype == "auto" else engine.dtype
-    check_attention(engine, model, jnp.dtype(dtype), "gpu")
-    attention = choose_back_end(engine, model, jnp.dtype(dtype), model.context_length, "gpu")
-    return dataclasses.replace(config, engine=dataclasses.replace(engine, dtype=dtype, attention=attention))
+    dtype = engine.dtype_on("gpu")
+    check_attention(engine, model, dtype, "gpu")
+    attention = choose_back_end(engine, model, dtype, model.context_length, "gpu")
+    resolved: dict[str, Any] = {"dtype": dtype.name, "attention": attention}
+    return dataclasses.replace(config, engine=dataclasses.replace(engine, **resolved))
 
 
 def on_one_host(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, Cluster]:

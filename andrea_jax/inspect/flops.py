@@ -36,8 +36,12 @@ def flops_per_token(config: ModelConfig) -> int:
     return 6 * (matrices + config.d_model * config.vocab_size) + round(12 * heads * sum(seen))
 
 
+def peak_flops(kind: str) -> float | None:
+    """Of a device by JAX's name for it, FLOP/s; None if it is not in the table."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
+
+
 def model_flops_utilization(config: ModelConfig, tokens_per_second: float) -> float | None:
     """Share of the devices' peak that the model's arithmetic uses; None on a device that is not in the table."""
-    kind = jax.devices()[0].device_kind
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
+    peak = peak_flops(jax.devices()[0].device_kind)
     return None if peak is None else flops_per_token(config) * tokens_per_second / (peak * jax.device_count())

@@ -111,5 +111,5 @@ def _checked(layout: Layout, config: RunConfig, found: Devices) -> Layout:
     if found.platform != "cpu" and layout.devices > found.present:
         raise UserError(f"--devices: {layout.devices} are asked for, there are {found.present} x {found.kind}")
     mesh = AbstractMesh(tuple(layout.sizes.values()), AXES)  # the devices are those of another process
-    check_divides(mesh, config.model, config.train.batch_size, config.train.accumulate)  # type: ignore[arg-type]
+    check_divides(mesh, config.model, config.train.batch_size, config.train.accumulate)
     return layout

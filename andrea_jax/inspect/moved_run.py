@@ -72,7 +72,7 @@ class Drift:
         return f"furthest from the run that stayed: {where}, {self.relative:.1e} of it (allowed: {self.allowed:.1e})"
 
 
-def rounding(config: RunConfig, dtype: str) -> float:
+def rounding(config: RunConfig, dtype: Any) -> float:
     """How far, relatively, one loss may be from that of another layout, for the same parameters and batch.
 
     Its n terms are added in another order: an error of the size of sqrt(n) float32 roundings. Each term goes through
@@ -128,7 +128,7 @@ def changed_by_restoring(
     return [name for name in saved | found if saved.get(name) != found.get(name)], len(saved)
 
 
-def drift(straight: Path, moved: Path, dtype: str) -> Drift:
+def drift(straight: Path, moved: Path, dtype: Any) -> Drift:
     """The loss that differs most between the run that stayed and the one that moved."""
     found = compare_metrics(read_metrics(straight), read_metrics(moved)).largest_loss
     if found is None or None in found.values:

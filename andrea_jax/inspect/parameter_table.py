@@ -11,7 +11,7 @@ from rich.table import Table
 from andrea_jax.config import ModelConfig
 from andrea_jax.optimizer import OptimizerConfig, group_of
 from andrea_jax.parameters import Spec, count_active_parameters, count_parameters, named_specs
-from andrea_jax.sharding import mesh_text
+from andrea_jax.sharding import bytes_on_device, mesh_text
 from andrea_jax.train.parallel import owner
 from andrea_jax.train.state import State
 
@@ -43,7 +43,7 @@ def sharding_table(config: ModelConfig, state: State) -> Table:
     specs = named_specs(config)
     held: Counter[str | None] = Counter()  # None: what belongs to no tensor, such as counts of steps
     for path, x in jax.tree.leaves_with_path(state):
-        held[owner(path, x, specs)] += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        held[owner(path, x, specs)] += bytes_on_device(x)
     params = {owner(path, x, specs): x for path, x in jax.tree.leaves_with_path(state.params)}
     mesh = next(iter(params.values())).sharding.mesh
     what = f"{count_parameters(config):,} parameters and their optimizer state"

@@ -9,7 +9,7 @@ from typing import Any
 from andrea_jax.inspect.collectives import Collective
 from andrea_jax.inspect.compile_for import device_kind, memory_bytes
 from andrea_jax.inspect.compiled_step import Cluster, CompiledStep, compiled_step, on_gpus, on_one_host
-from andrea_jax.inspect.flops import PEAK_FLOPS, flops_per_token
+from andrea_jax.inspect.flops import flops_per_token, peak_flops
 from andrea_jax.inspect.links import Links, seconds_on_links
 from andrea_jax.inspect.traffic import traffic
 from andrea_jax.parameters import count_parameters
@@ -47,7 +47,7 @@ def make_plan(
     step = compiled_step(config, cluster)
     plan: dict[str, Any] = {
         "given": _given(config, cluster, links, mfu),
-        "compiled": _compiled(config, cluster, step),
+        "compiled": _compiled(cluster, step),
         "formula": _formula(config, cluster),
     }
     if config.optimizer.kind == "muon":
@@ -57,7 +57,7 @@ def make_plan(
         )
     if largest_batch:
         plan["compiled"]["largest_windows_at_once"] = _largest_batch(config, cluster, step)
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_kind(cluster.card)), None)
+    peak = peak_flops(device_kind(cluster.card))
     if peak is not None and timed:
         host = compiled_step(*on_one_host(config, cluster)) if against_host else None
         plan["modelled"] = _modelled(config, cluster, step, host, links, peak, mfu)
@@ -87,7 +87,7 @@ def _given(config: RunConfig, cluster: Cluster, links: Links, mfu: float) -> dic
     }
 
 
-def _compiled(config: RunConfig, cluster: Cluster, step: CompiledStep) -> dict[str, Any]:
+def _compiled(cluster: Cluster, step: CompiledStep) -> dict[str, Any]:
     """Bytes and FLOPs of one device."""
     rows: dict[tuple[tuple[str, ...], str], list[Collective]] = collections.defaultdict(list)
     for collective in step.collectives:

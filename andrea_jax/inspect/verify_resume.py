@@ -132,10 +132,10 @@ def verify_resume(
 
     moves, furthest = [], None
     if len(layouts) > 1:
-        limit = rounding(chosen.config, dtype_of(config, found))
+        limit = rounding(chosen.config, config.engine.dtype_on(found.platform))
         legs = [(str(x), bench.process(f"leg{i}", x, "moved"), x.changes()) for i, x in enumerate(layouts)]
         moves = move(work / "straight", legs, every, limit, lambda made: say(f"moved     {made}"))
-        furthest = drift(work / "straight", work / "moved", dtype_of(config, found))
+        furthest = drift(work / "straight", work / "moved", config.engine.dtype_on(found.platform))
         say(f"  {furthest}")
     if gpus and (fast := determinism.fast(environment)) != prepared:
         dataclasses.replace(bench, environment=fast).process("fast", layouts[0]).finish()
@@ -154,12 +154,6 @@ def flag_notes(gpus: int, lacking: Mapping[str, str], set_flags: bool) -> list[s
     if set_flags:
         return [f"flags     set for these runs: {names}; a run of yours needs them too to give equal bits"]
     return [f"flags     missing: {names}; without them a resumed run may have other bits"]
-
-
-def dtype_of(config: RunConfig, found: Devices) -> str:
-    """Of activations, on the devices of the runs and not on ours."""
-    auto = "float32" if found.platform == "cpu" else "bfloat16"
-    return auto if config.engine.dtype == "auto" else config.engine.dtype
 
 
 def rate(run_dir: Path) -> float:

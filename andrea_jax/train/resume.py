@@ -73,7 +73,7 @@ def start_state(config: RunConfig, corpus: TokenCorpus, report: Report, mesh: Me
     if meta["data"] is None:
         report.say(f"starting with the parameters of {folder / str(step)}")
         first = sharded_init_state(config, mesh)
-        params = restore_params(folder, step, sharded_abstract_state(config, mesh).params)
+        params = restore_params(folder, step, sharded_abstract_state(config, mesh).params, meta)
         return State(first.step, params, first.optimizer), 0
     state = restore_state(folder, step, sharded_abstract_state(config, mesh))
     report.say(f"resuming from step {step} ({folder / str(step)})")

@@ -14,9 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -25,22 +23,17 @@ from bench.directions import direct
 from bench.hlo_kernels import Kernel, bytes_of, total
 from bench.steps import BLOCKS, step_arguments, step_config
 
-from andrea_jax.inspect.compile_for import cards, compile_for
+from andrea_jax.inspect.compile_for import cards, compile_for, kernels_as_on
 from andrea_jax.settings import UserError, nearest
 from andrea_jax.train.step import make_train_step
-from pallas_kernels import dispatch
 
 FORMS = ("autodiff", "stored", "xla", "pallas", "auto")
 Kernels = dict[str, list[Kernel]]
 
 
 def measure(card: str, name: str, sizes: Sizes, forms: Sequence[str] = FORMS) -> tuple[Kernels, int, float | None]:
-    """The kernels of those of the `forms` that `name` has, the bytes of its unit, and its floor in units.
-
-    `auto` chooses as it would on a GPU that supports all kernels.
-    """
-    on_gpu = partial(dispatch.support, platform="gpu", capability=str(dispatch.OLDEST))
-    with mock.patch.object(dispatch, "support", on_gpu):
+    """The kernels of those of the `forms` that `name` has, the bytes of its unit, and its floor in units."""
+    with kernels_as_on(card):
         if name in BLOCKS:
             return {form: _step(card, name, form, sizes) for form in FORMS[2:] if form in forms}, 10**9, None
         operation, direction = names(sizes)[name]

@@ -15,7 +15,6 @@ def canonical(config: ModelConfig) -> ModelConfig:
     Padding of the vocabulary and what matters in training only are not part of it.
     """
     default = ModelConfig()
-    scaling = config.rotary_scaling if config.position == "rotary" else "none"
     changes: dict[str, Any] = {
         "mlp_size": config.mlp_dim,
         "n_kv_head": config.kv_heads,
@@ -26,21 +25,17 @@ def canonical(config: ModelConfig) -> ModelConfig:
     if config.n_expert is not None:
         changes["expert_size"] = config.expert_dim
         without_effect += ["mlp_size"]
-    if config.window is None or config.global_every == 1:
+    # what the config itself refuses without effect is at its default already
+    if config.global_every == 1:
         without_effect += ["window", "global_every", "rotary_local_base"]
     elif config.global_every is not None and config.global_every > config.n_layer:
         without_effect += ["global_every"]
-    if config.position != "rotary":
-        without_effect += ["rotary_base", "rotary_local_base", "rotary_scaling"]
-    if scaling == "none":
-        without_effect += ["rotary_factor"]
-        without_effect += ["rotary_local_base"] if config.rotary_local_base == config.rotary_base else []
-    if scaling in ("llama3", "yarn"):
+    if config.rotary_scaling == "none" and config.rotary_local_base == config.rotary_base:
+        without_effect += ["rotary_local_base"]
+    if config.rotary_scaling in ("llama3", "yarn"):
         changes["rotary_original"] = config.rotary_original or config.context_length
     else:
-        without_effect += ["rotary_original", "rotary_slow", "rotary_fast"]
-    if scaling == "yarn":
+        without_effect += ["rotary_slow", "rotary_fast"]
+    if config.rotary_scaling == "yarn":
         changes["rotary_length"] = config.rotary_length or yarn_length(config.rotary_factor)
-    else:
-        without_effect += ["rotary_length"]
     return dataclasses.replace(config, **changes | {name: getattr(default, name) for name in without_effect})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from andrea_jax.config import ModelConfig
 from andrea_jax.data.tokenizer import Tokenizer, load_tokenizer
+from andrea_jax.interop.hugging_face.architecture import Architecture
 from andrea_jax.interop.hugging_face.architectures import architecture_named
 from andrea_jax.interop.hugging_face.options import Options
 from andrea_jax.interop.hugging_face.safetensors_files import TensorFiles, read_json
@@ -53,12 +54,13 @@ def read_model(folder: str | Path, context_length: int | None = None, tokenizer:
     return ReadModel(params, config, found, architecture.model_type, notes)
 
 
-def read_config(options: Options) -> tuple[Any, ModelConfig]:
+def read_config(options: Options) -> tuple[Architecture, ModelConfig]:
     """The architecture that a config.json names, and the model that it describes."""
+    model_type = options.get("model_type")
     try:
-        architecture = architecture_named(options.get("model_type"))
+        architecture = architecture_named(model_type)
     except UserError as error:
-        raise UserError(f"{options.place}: {str(error).removeprefix(options.place + ': ')}") from None
+        raise UserError(f"{options.place}: {error}") from None
     options.only("quantization_config")
     return architecture, architecture.read_config(options)
 
