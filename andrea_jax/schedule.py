@@ -14,11 +14,11 @@ from andrea_jax.settings import UserError, check_fields, setting
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
-    """Shape of the learning rate: warm-up times cosine, warmup-stable-decay, or constant."""
+    """Shape of the learning rate: a warm-up, times cosine, warmup-stable-decay, inverse square root or constant."""
 
     SECTION: ClassVar[str] = "schedule"
-    kind: Literal["cosine", "wsd", "constant"] = setting(
-        "cosine", "cosine, warmup-stable-decay, or constant; each times the warm-up"
+    kind: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = setting(
+        "cosine", "cosine, warmup-stable-decay, inverse square root of the step, or constant; each times the warm-up"
     )
     peak: float = setting(8e-3, "largest learning rate", above=0)
     floor: float | None = setting(None, "last learning rate / peak (cosine and wsd); None: 0", at_least=0, at_most=1)
@@ -33,8 +33,8 @@ class ScheduleConfig:
                 f"schedule.decay = {self.decay} has no effect with schedule.kind = '{self.kind}'; only with 'wsd'"
             )
         for name, value in (("length", self.length), ("floor", self.floor)):
-            if value is not None and self.kind == "constant":
-                raise UserError(f"schedule.{name} = {value} has no effect with schedule.kind = 'constant'")
+            if value is not None and self.kind not in ("cosine", "wsd"):
+                raise UserError(f"schedule.{name} = {value} has no effect with schedule.kind = '{self.kind}'")
 
 
 def make_schedule(config: ScheduleConfig, steps: int) -> Callable[[jax.Array | int], jax.Array]:
@@ -42,14 +42,16 @@ def make_schedule(config: ScheduleConfig, steps: int) -> Callable[[jax.Array | i
 
     cosine: peak * (floor + (1 - floor) * (1 + cos(pi t / length)) / 2) * min(1, (t + 1) / warmup); after `length` the
     floor.
-    wsd: peak, then linear to peak * floor over the last `decay` steps of `length`. The warm-up factor multiplies each.
+    wsd: peak, then linear to peak * floor over the last `decay` steps of `length`. inverse_sqrt: peak until the end of
+    the warm-up, then peak * sqrt(warmup / (t + 1)) (Vaswani et al. 2017), whatever the length of the run; a warm-up of
+    0 counts as 1. The warm-up factor multiplies each.
 
     Raises:
         UserError: a decay longer than the schedule.
     """
     length = config.length or steps
     decay = config.decay or max(1, length // 5)
-    floor = config.floor or 0.0
+    floor, warmup = config.floor or 0.0, max(config.warmup, 1)
     if config.kind == "wsd" and decay > length:
         raise UserError(f"schedule.decay = {decay} is longer than the schedule, {length} steps")
 
@@ -59,8 +61,10 @@ def make_schedule(config: ScheduleConfig, steps: int) -> Callable[[jax.Array | i
             shape = (1 + jnp.cos(jnp.pi * jnp.minimum(t / length, 1))) / 2
         elif config.kind == "wsd":
             shape = jnp.clip((length - t) / decay, 0, 1)
+        elif config.kind == "inverse_sqrt":
+            shape = jnp.sqrt(warmup / jnp.maximum(t + 1, warmup))
         else:
             shape = jnp.ones_like(t)
-        return config.peak * (floor + (1 - floor) * shape) * jnp.minimum(1, (t + 1) / max(config.warmup, 1))
+        return config.peak * (floor + (1 - floor) * shape) * jnp.minimum(1, (t + 1) / warmup)
 
     return learning_rate

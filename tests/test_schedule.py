@@ -52,6 +52,22 @@ def test_wsd_decays_over_the_last_fifth_by_default():
     np.testing.assert_array_equal(rates(config, 2, [0, 1, 2]), [1, 1, 0])
 
 
+def test_inverse_square_root_by_hand():
+    """A quarter of the peak at 16 times the warm-up, however long the run."""
+    table = {0: 0.5, 1: 1.0, 3: 2.0, 15: 1.0, 63: 0.5, 255: 0.25}
+    for steps in (10, 1000):
+        found = rates(ScheduleConfig("inverse_sqrt", peak=2.0, warmup=4), steps, list(table))
+        np.testing.assert_array_equal(found, list(table.values()))
+
+
+def test_inverse_square_root_is_the_transformers_schedule():
+    """D^-0.5 min(n^-0.5, n warmup^-1.5) at step n = t + 1, of which D^-0.5 warmup^-0.5 is the peak."""
+    n, warmup, D = np.array([1, 2, 100, 3999, 4000, 4001, 100_000]), 4000, 512
+    expected = D**-0.5 * np.minimum(n**-0.5, n * warmup**-1.5)
+    found = rates(ScheduleConfig("inverse_sqrt", peak=(D * warmup) ** -0.5, warmup=warmup), 10**5, n - 1)
+    np.testing.assert_allclose(found, expected, rtol=4 * ULP)  # a quotient, a root and two products
+
+
 @pytest.mark.parametrize("warmup", [0, 1])
 def test_no_warmup_starts_at_the_peak(warmup):
     np.testing.assert_array_equal(rates(ScheduleConfig("constant", 3.0, warmup=warmup), 10, [0, 1, 9]), [3, 3, 3])
@@ -79,6 +95,10 @@ def test_the_rate_is_float32_also_for_traced_steps():
         ),
         ({"kind": "constant", "length": 5}, "schedule.length = 5 has no effect with schedule.kind = 'constant'"),
         ({"kind": "constant", "floor": 0.5}, "schedule.floor = 0.5 has no effect with schedule.kind = 'constant'"),
+        (
+            {"kind": "inverse_sqrt", "length": 5},
+            "schedule.length = 5 has no effect with schedule.kind = 'inverse_sqrt'",
+        ),
         ({"peak": 0}, "schedule.peak = 0.0: must be above 0"),
         ({"floor": 1.5}, "schedule.floor = 1.5: must be at most 1"),
         ({"warmup": -1}, "schedule.warmup = -1: must be at least 0"),
