@@ -1,4 +1,4 @@
-"""AdamW, or Muon for the matrices of the blocks and AdamW for the rest; clipped by the global norm."""
+"""AdamW, Adafactor, or Muon for the matrices of the blocks and AdamW for the rest; clipped by the global norm."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
+from andrea_jax.adafactor import adafactor
 from andrea_jax.config import ModelConfig
 from andrea_jax.parameters import Spec, decay_mask, map_specs
 from andrea_jax.settings import UserError, check_fields, setting
@@ -21,17 +22,26 @@ MUON_RMS = 0.2  # a Muon step is scaled to the size of an Adam step, so that one
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019) or Muon (Jordan 2024; scaled as by Liu et al. 2025).
+    """AdamW (Loshchilov and Hutter 2019), Muon (Jordan 2024; scaled as by Liu et al. 2025), or Adafactor.
 
     Weight decay touches matrices only, by the parameter specs.
     """
 
     SECTION: ClassVar[str] = "optimizer"
-    kind: Literal["adamw", "muon"] = setting(
-        "muon", "muon: orthogonalised steps for the matrices of the blocks, AdamW for the rest"
+    kind: Literal["adamw", "muon", "adafactor"] = setting(
+        "muon",
+        "muon: orthogonalised steps for the matrices of the blocks, AdamW for the rest; adafactor: second moments of "
+        "matrices as a row and a column, half of AdamW's state, next to none with b1 = 0",
     )
-    b1: float = setting(0.9, "AdamW: decay of the mean of gradients", at_least=0, at_most=0.999999)
-    b2: float = setting(0.99, "AdamW: decay of the mean of squared gradients", at_least=0, at_most=0.999999)
+    b1: float = setting(
+        0.9, "AdamW: decay of the mean of gradients; Adafactor: of steps, 0 keeps none", at_least=0, at_most=0.999999
+    )
+    b2: float = setting(
+        0.99,
+        "AdamW: decay of the mean of squared gradients; Adafactor: its largest decay",
+        at_least=0,
+        at_most=0.999999,
+    )
     eps: float = setting(1e-8, "AdamW: added to the root of the second moment", at_least=0)
     momentum: float | None = setting(None, "Muon's momentum; None: 0.95", at_least=0, at_most=0.999999)
     weight_decay: float = setting(0.1, "decoupled; times the learning rate, on matrices only", at_least=0)
@@ -41,27 +51,31 @@ class OptimizerConfig:
         check_fields(self)
         if self.momentum is not None and self.kind != "muon":
             raise UserError(f"optimizer.momentum = {self.momentum} has no effect with optimizer.kind = '{self.kind}'")
+        if self.kind == "adafactor" and self.eps != OptimizerConfig.eps:
+            raise UserError(f"optimizer.eps = {self.eps} has no effect with optimizer.kind = 'adafactor'")
 
 
 def make_optimizer(
     config: OptimizerConfig, model: ModelConfig, mesh: Mesh | None = None
 ) -> optax.GradientTransformation:
-    """The direction of descent: clipped by the global norm of the whole gradient, AdamW or Muon, plus weight decay.
+    """The direction of descent: the optimizer's of the gradient clipped by its global norm, plus weight decay.
 
     The training step multiplies it by -learning rate, so that the schedule follows the step and nothing else.
     """
     # without clipping the state has the same form, so that a run can go on with another setting
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     direction = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    if config.kind == "adafactor":
+        direction = adafactor(config.b1, config.b2, model)
     if config.kind == "muon":
         groups = map_specs(lambda _, spec: group_of(config, spec), model)
         direction = optax.partition({"adamw": direction, "muon": _muon(config, model, mesh)}, groups)
     return optax.chain(clip, direction, optax.add_decayed_weights(config.weight_decay, mask=decay_mask(model)))
 
 
-def group_of(config: OptimizerConfig, spec: Spec) -> Literal["adamw", "muon"]:
+def group_of(config: OptimizerConfig, spec: Spec) -> Literal["adamw", "muon", "adafactor"]:
     """Which optimizer steps a tensor."""
-    return "muon" if config.kind == "muon" and spec.matrix is not None else "adamw"
+    return "adamw" if config.kind == "muon" and spec.matrix is None else config.kind
 
 
 def _muon(config: OptimizerConfig, model: ModelConfig, mesh: Mesh | None) -> optax.GradientTransformation:

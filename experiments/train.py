@@ -19,7 +19,7 @@ from andrea_jax.distributed import agree, is_main, joined, main_first
 from andrea_jax.inspect.parameter_table import parameter_table, sharding_table
 from andrea_jax.layers.attention import check_attention, choose_back_end
 from andrea_jax.optimizer import group_of
-from andrea_jax.parameters import count_parameters, map_specs, path_name
+from andrea_jax.parameters import count_parameters, named_specs
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.corpus import TokenCorpus, open_corpus
 from andrea_jax.train.loop import Result, train
@@ -84,9 +84,11 @@ def introduce(config: RunConfig, corpus: TokenCorpus, report: Report) -> None:
         report.say(f"         {len(skipped)} files were left out as binary: {', '.join(skipped[:3])} ...")
     device = jax.devices()[0]
     report.say(f"device   {jax.device_count()} x {device.device_kind}, {dtype.name}, attention {back_end}")
-    groups = map_specs(lambda _, spec: group_of(config.optimizer, spec), model)
-    muon = [path_name(path) for path, group in jax.tree.leaves_with_path(groups) if group == "muon"]
-    report.say("optim    " + (f"muon on {', '.join(muon)}; adamw on the rest" if muon else "adamw on all tensors"))
+    muon = [name for name, spec in named_specs(model).items() if group_of(config.optimizer, spec) == "muon"]
+    report.say(
+        "optim    "
+        + (f"muon on {', '.join(muon)}; adamw on the rest" if muon else f"{config.optimizer.kind} on all tensors")
+    )
     if config.train.steps <= config.schedule.warmup:
         some = max(1, config.train.steps // 10)
         report.say(

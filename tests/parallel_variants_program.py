@@ -30,7 +30,7 @@ VARIANTS = {
             rotary_local_base=100.0, attention_soft_cap=2.0, logit_soft_cap=3.0, embedding_scale=4.0,
         ),
         EngineConfig(blocks="unroll", remat="block", loss_chunk=8),
-        OptimizerConfig("adamw", eps=1e-3),
+        OptimizerConfig("adafactor"),
     ),
     "alibi": (
         ModelConfig(
