@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from andrea_jax.settings import UserError, check_fields, setting
@@ -90,6 +91,12 @@ class ModelConfig:
     branch_gain: float | None = setting(None, "start of a learned gain on each branch (LayerScale); 0: ReZero")
     tie_embeddings: bool = setting(True, "the output product uses the token table")
     vocab_multiple: int = setting(1, "rows of the token table are padded to a multiple of this", at_least=1)
+    mup_width: int | None = setting(
+        None,
+        "muP: d_model at which the learning rate was chosen, which then serves this width; None: no muP",
+        at_least=1,
+    )
+    mup_head: int | None = setting(None, "muP: width of a head there; None: that of this model", at_least=1)
     dropout: float = setting(0.0, "on the embeddings and on each branch, in training only", at_least=0, at_most=0.99)
 
     def __post_init__(self) -> None:
@@ -128,6 +135,10 @@ class ModelConfig:
             "rotary_factor": (self.rotary_scaling != "none", "rotary_scaling"),
             "rotary_original": (mixed, "rotary_scaling = 'llama3' or 'yarn'"),
             "rotary_length": (self.rotary_scaling == "yarn", "rotary_scaling = 'yarn'"),
+            "mup_head": (
+                self.mup_width is not None and self.attention_scale is None,
+                "mup_width, or with attention_scale",
+            ),
         }
         needs |= dict.fromkeys(EXPERT_FIELDS, (self.n_expert is not None, "n_expert"))
         for field in dataclasses.fields(self):
@@ -159,6 +170,23 @@ class ModelConfig:
     def shared_dim(self) -> int:
         """Width of the MLP that every token goes through."""
         return self.mlp_dim if self.n_expert is None else self.n_shared_expert * self.expert_dim
+
+    @property
+    def width_ratio(self) -> float:
+        """By how much wider the model is than that whose learning rate it takes; 1 without muP."""
+        return 1.0 if self.mup_width is None else self.d_model / self.mup_width
+
+    @property
+    def score_scale(self) -> float:
+        """What q k is multiplied by: under muP 1/H, and 1/sqrt(H) at the head width `mup_head`."""
+        if self.attention_scale is not None:
+            return self.attention_scale
+        return self.head_dim**-0.5 if self.mup_head is None else math.sqrt(self.mup_head) / self.head_dim
+
+    @property
+    def output_scale(self) -> float:
+        """What the logits are multiplied by, before their soft cap: under muP less in a wider model."""
+        return self.logit_scale / self.width_ratio
 
     @property
     def padded_vocab_size(self) -> int:

@@ -144,7 +144,7 @@ def final_norm(
     """What the output product reads: the stream, normed and scaled as the config says."""
     if config.final_norm:
         _, x_BTD = norm(params["final_norm"], x_BTD, config, kernels, mesh)
-    return x_BTD if config.logit_scale == 1 else x_BTD * config.logit_scale
+    return x_BTD if config.output_scale == 1 else x_BTD * config.output_scale
 
 
 def output_logits(params: Params, x: jax.Array, config: ModelConfig, mesh: Mesh | None = None) -> jax.Array:

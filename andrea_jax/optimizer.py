@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from andrea_jax.adafactor import adafactor
 from andrea_jax.config import ModelConfig
-from andrea_jax.parameters import Spec, decay_mask, map_specs
+from andrea_jax.parameters import ROUTER, Spec, decay_mask, map_specs
 from andrea_jax.settings import UserError, check_fields, setting
 from andrea_jax.sharding import several
 
@@ -70,12 +70,43 @@ def make_optimizer(
     if config.kind == "muon":
         groups = map_specs(lambda _, spec: group_of(config, spec), model)
         direction = optax.partition({"adamw": direction, "muon": _muon(config, model, mesh)}, groups)
+    if model.width_ratio != 1:
+        rates = map_specs(lambda _, spec: width_factor(config, model, spec), model)
+        direction = optax.chain(direction, _times(rates))
     return optax.chain(clip, direction, optax.add_decayed_weights(config.weight_decay, mask=decay_mask(model)))
 
 
 def group_of(config: OptimizerConfig, spec: Spec) -> Literal["adamw", "muon", "adafactor"]:
     """Which optimizer steps a tensor."""
     return "adamw" if config.kind == "muon" and spec.matrix is None else config.kind
+
+
+def width_factor(config: OptimizerConfig, model: ModelConfig, spec: Spec) -> float:
+    """muP's part of a tensor's learning rate: how much smaller its steps are than at `mup_width`; decay stays.
+
+    A matrix whose inputs grow by r takes 1/r of an Adam step (Yang et al. 2022, table 8). Of an orthogonal step, whose
+    largest singular value Muon lets grow as sqrt(longer side), what makes it grow as sqrt(outputs / inputs) (Yang,
+    Simon and Bernstein 2023). Tables, the head, gains and biases keep theirs. Widths of heads, MLP and experts are
+    taken to grow as d_model does, the number of experts not to.
+    """
+    if spec.matrix is None:
+        return 1.0
+    r = model.width_ratio
+    if group_of(config, spec) != "muon":
+        return 1 / r
+    rows, columns = _sides(spec)
+    grown = 1.0 if spec.matrix == ROUTER else r
+    return math.sqrt(grown / r * max(rows / r, columns / grown) / max(rows, columns))
+
+
+def _sides(spec: Spec) -> tuple[int, int]:
+    """Rows and columns of each of a tensor's matrices."""
+    inputs, outputs = (math.prod(spec.shape[spec.axes.index(a)] for a in axes) for axes in spec.matrix or ())
+    return inputs, outputs
+
+
+def _times(factors: Any) -> optax.GradientTransformation:
+    return optax.stateless(lambda updates, _: jax.tree.map(lambda u, factor: factor * u, updates, factors))
 
 
 def _muon(config: OptimizerConfig, model: ModelConfig, mesh: Mesh | None) -> optax.GradientTransformation:
@@ -89,8 +120,7 @@ def _muon(config: OptimizerConfig, model: ModelConfig, mesh: Mesh | None) -> opt
     def scale(_: str, spec: Spec) -> Any:
         if spec.matrix is None:
             return optax.MaskedNode()
-        rows, columns = (math.prod(spec.shape[spec.axes.index(axis)] for axis in axes) for axes in spec.matrix)
-        return MUON_RMS * math.sqrt(max(rows, columns))
+        return MUON_RMS * math.sqrt(max(_sides(spec)))
 
     scales = map_specs(scale, model)
     orthogonal = scale_by_muon(
@@ -99,9 +129,7 @@ def _muon(config: OptimizerConfig, model: ModelConfig, mesh: Mesh | None) -> opt
     )
     if several(mesh):
         orthogonal = _by_layers(orthogonal, mesh, model.n_layer)
-    return optax.chain(
-        orthogonal, optax.stateless(lambda updates, _: jax.tree.map(lambda u, s: s * u, updates, scales))
-    )
+    return optax.chain(orthogonal, _times(scales))
 
 
 def _by_layers(muon: optax.GradientTransformation, mesh: Mesh, n_layer: int) -> optax.GradientTransformation:

@@ -55,15 +55,18 @@ def specs(config: ModelConfig) -> dict[str, Any]:
     any width and depth. A sandwich's outer gains start at that factor instead, and `branch_gain` stands for it. Other
     gains start at 1, but the last one of a tied model at 1/sqrt(D): the token table's rows are of length 1 there, so
     that the first logits are of size 1 and the loss starts near ln V. Shifts and biases start at 0.
+
+    Under muP (Yang et al. 2022) tables, the head and the final gain start as at `mup_width`, and the router, whose
+    outputs do not grow, smaller by the root of the ratio.
     """
     L, D = config.n_layer, config.d_model
-    table = _table_std(config)
+    table, narrow = _table_std(config), config.mup_width or D
     std, small = math.sqrt(2 / (5 * D)), _branch_size(config, table)
     by_gain = config.norm_position == "sandwich" and config.norm_gain
     dense, branch = normal(std), normal(std if by_gain else std * small)
     gains = {name: constant(small) for name in ("attention_out_norm", "mlp_out_norm")}
     if config.norm_position == "post" and not config.final_norm and config.tie_embeddings:
-        gains["mlp_norm"] = lambda _, shape: jnp.ones(shape).at[-1].set(D**-0.5)
+        gains["mlp_norm"] = lambda _, shape: jnp.ones(shape).at[-1].set(narrow**-0.5)
     blocks: dict[str, Any] = {name: _norm(config, _stacked(L), gains.get(name, ones)) for name in _norm_names(config)}
     blocks |= {
         "attention": _attention(config, _stacked(L), dense, branch),
@@ -77,20 +80,21 @@ def specs(config: ModelConfig) -> dict[str, Any]:
         "blocks": blocks,
     }
     if config.position == "learned":
-        std = table * config.embedding_scale
-        tree["position_embedding"] = Spec((config.context_length, D), ("position", "embed"), normal(std))
+        start = normal(table * config.embedding_scale)
+        tree["position_embedding"] = Spec((config.context_length, D), ("position", "embed"), start)
     if config.final_norm:
-        start = constant(D**-0.5) if config.tie_embeddings else ones
+        start = constant(narrow**-0.5) if config.tie_embeddings else ones
         tree["final_norm"] = _norm(config, lambda init, embed: Spec((embed,), ("embed",), init), start)
     if not config.tie_embeddings:
-        tree["head"] = Spec((D, config.padded_vocab_size), ("embed", "vocab"), dense, True)
+        start = normal(math.sqrt(2 / (5 * narrow)))
+        tree["head"] = Spec((D, config.padded_vocab_size), ("embed", "vocab"), start, True)
     return tree
 
 
 def _table_std(config: ModelConfig) -> float:
     """Of the token table: 1/sqrt(D), and less in a tied model that ends without a gain, where a token would otherwise
-    predict itself with a logit of size sqrt(D) after a norm, `embedding_scale` without one."""
-    D, normed = config.d_model, config.final_norm or config.norm_position == "post"
+    predict itself with a logit of size sqrt(D) after a norm, `embedding_scale` without one. Under muP of that width."""
+    D, normed = config.mup_width or config.d_model, config.final_norm or config.norm_position == "post"
     if not config.tie_embeddings:
         return D**-0.5
     if config.norm == "none" or not normed:
@@ -109,6 +113,7 @@ def _branch_size(config: ModelConfig, table: float) -> float:
 
 
 Add = Callable[..., Spec]
+ROUTER = Matrix(("embed",), ("choice",))
 
 
 def _stacked(layers: int) -> Add:
@@ -152,7 +157,7 @@ def _feed_forward(config: ModelConfig, add: Add, dense: Init, branch: Init) -> d
         return {"mlp": _mlp(config, add, dense, branch, config.shared_dim)}
     E, D = config.n_expert, config.d_model
     tree: dict[str, Any] = {
-        "router": add(dense, Matrix(("embed",), ("choice",)), embed=D, choice=E),
+        "router": add(normal(math.sqrt(2 / (5 * D * config.width_ratio))), ROUTER, embed=D, choice=E),
         **_mlp(config, add, dense, branch, config.expert_dim, "expert_mlp", expert=E),
     }
     if config.balance_bias is not None:

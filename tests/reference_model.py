@@ -54,7 +54,7 @@ VARIANTS = {
     "wide_window": tiny(window=64, qk_norm=True, n_head=4, n_kv_head=1, head_size=3, attention_bias=True,
                         activation="relu", gated=True),
     "odd_mlp": tiny(mlp_size=13, vocab_multiple=8, norm_gain=False, norm_shift=False, tie_embeddings=False,
-                    position="none"),
+                    position="none", mup_width=10, mup_head=5, logit_soft_cap=2.0),
     "mixtral": tiny(n_expert=5, expert_top_k=2, expert_size=7, **LLAMA, balance_weight=0.1, n_head=4, n_kv_head=2),
     "deepseek": tiny(n_expert=6, expert_top_k=3, expert_size=5, n_shared_expert=2, router="sigmoid", balance_bias=0.01,
                      router_renormalize=False, router_z_weight=0.1, activation="relu2"),
@@ -92,7 +92,11 @@ def _text(params, tokens, segments, config):
     if config.final_norm:
         x = norm(config, params["final_norm"], x)
     head = params["token_embedding"].T if config.tie_embeddings else params["head"]
-    return capped(config.logit_scale * (x @ head[:, : config.vocab_size]), config.logit_soft_cap)
+    return capped(config.logit_scale * _mup_output(config) * (x @ head[:, : config.vocab_size]), config.logit_soft_cap)
+
+
+def _mup_output(config):
+    return 1 if config.mup_width is None else config.mup_width / config.d_model
 
 
 def _block(p, x, segments, layer, config):
@@ -207,6 +211,8 @@ def is_global(layer, config):
 def _weights(query, key, head, segments, layer, config):
     length = len(query)
     scale = 1 / math.sqrt(config.head_dim) if config.attention_scale is None else config.attention_scale
+    if config.mup_head is not None:
+        scale = math.sqrt(config.mup_head) / config.head_dim
     slope = slopes(config.n_head)[head] if config.position == "alibi" else 0.0
     weights = np.zeros((length, length))
     for t in range(length):

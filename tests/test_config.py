@@ -155,9 +155,12 @@ OTHER = {
     "router_renormalize": False,
     "balance_bias": 0.001,
     "capacity_factor": 1.5,
+    "mup_width": 64,
+    "mup_head": 32,
 }
 ROTARY = dict(position="rotary", rotary_scaling="yarn", window=32)
 READ_BY = {"global_every": dict(window=32), "rotary_scaling": dict(position="rotary")}  # else they would be refused
+READ_BY["mup_head"] = dict(mup_width=64)
 READ_BY |= {name: dict(n_expert=4) for name in EXPERT_FIELDS}
 
 

@@ -35,6 +35,8 @@ MODELS = {
     "no norm": dict(norm="none"),
     "rezero": dict(norm="none", branch_gain=0.0, **SCALED),
     "relu2": dict(activation="relu2", position="alibi"),
+    "muP": dict(mup_width=16),
+    "muP, untied": LLAMA | dict(mup_width=16, tie_embeddings=False),
     "qk_norm": dict(qk_norm=True, position="rotary", gated=True),
 }
 TOKENS = np.random.default_rng(0).integers(0, V, (B, T + 1))

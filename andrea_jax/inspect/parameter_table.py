@@ -9,7 +9,7 @@ import jax
 from rich.table import Table
 
 from andrea_jax.config import ModelConfig
-from andrea_jax.optimizer import OptimizerConfig, group_of
+from andrea_jax.optimizer import OptimizerConfig, group_of, width_factor
 from andrea_jax.parameters import Spec, count_active_parameters, count_parameters, named_specs
 from andrea_jax.sharding import bytes_on_device, mesh_text
 from andrea_jax.train.parallel import owner
@@ -31,8 +31,16 @@ def parameter_table(config: ModelConfig, optimizer: OptimizerConfig | None = Non
     for name, spec in named_specs(config).items():
         count = math.prod(spec.shape)
         cells = [name, " ".join(spec.axes), _size(spec.shape), f"{count:,}", f"{count / total:.1%}"]
-        table.add_row(*cells, "yes" if spec.decayed else "", *([group_of(optimizer, spec)] if optimizer else []))
+        table.add_row(
+            *cells, "yes" if spec.decayed else "", *([_stepped(config, optimizer, spec)] if optimizer else [])
+        )
     return table
+
+
+def _stepped(config: ModelConfig, optimizer: OptimizerConfig, spec: Spec) -> str:
+    """`adamw x 0.25`: which optimizer, and muP's factor of the learning rate."""
+    factor = width_factor(optimizer, config, spec)
+    return group_of(optimizer, spec) + (f" x {factor:.3g}" if factor != 1 else "")
 
 
 def sharding_table(config: ModelConfig, state: State) -> Table:

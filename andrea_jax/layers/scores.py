@@ -21,8 +21,7 @@ class Scores(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig, sees_all: bool) -> Scores:
         """Those of a block."""
-        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        return cls(scale, config.attention_soft_cap, None if sees_all else config.window)
+        return cls(config.score_scale, config.attention_soft_cap, None if sees_all else config.window)
 
 
 def capped(values: jax.Array, cap: float | None) -> jax.Array:

@@ -19,7 +19,10 @@ def canonical(config: ModelConfig) -> ModelConfig:
         "mlp_size": config.mlp_dim,
         "n_kv_head": config.kv_heads,
         "head_size": config.head_dim,
-        "attention_scale": config.attention_scale or config.head_dim**-0.5,
+        "attention_scale": config.score_scale,
+        "logit_scale": config.output_scale,
+        "mup_width": None,
+        "mup_head": None,
     }
     without_effect = ["mlp_ratio", "mlp_multiple", "vocab_multiple", *TRAINING_ONLY]
     if config.n_expert is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from andrea_jax.config import ModelConfig
 from andrea_jax.data.tokenizer import Tokenizer
@@ -37,7 +40,8 @@ def write_model(
     """Writes a folder that AutoModelForCausalLM and AutoTokenizer load, whole or not at all.
 
     The architecture is the first that expresses the model exactly, or `model_type`. Gains that it has and the model
-    lacks become ones, shifts and biases zeros. Rows that pad the vocabulary are left out. dtypes below float32 round.
+    lacks become ones, shifts and biases zeros. Rows that pad the vocabulary are left out. A scale of the logits, muP's
+    too, goes into the last norm, rounded. dtypes below float32 round.
 
     Raises:
         UserError: an architecture that does not express the model, with what it lacks; a folder that is not empty.
@@ -45,6 +49,7 @@ def write_model(
     if dtype not in DTYPES:
         raise UserError(f"dtype = {dtype!r}: there are {', '.join(DTYPES)}")
     fitting(tokenizer, config.vocab_size)
+    params, config = _without_scale(params, config)
     architecture = architecture_of(config) if model_type is None else architecture_named(model_type)
     reasons = architecture.lacks(config)
     if reasons:
@@ -68,6 +73,17 @@ def write_model(
     added = sorted(named_specs(full).keys() - named_specs(config).keys())
     filled = {name: "ones" if name.endswith(".gain") else "zeros" for name in added}
     return WrittenModel(architecture.model_type, files, filled)
+
+
+def _without_scale(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
+    """The same function: the gain and shift of the last norm carry the scale of the logits, where it has them."""
+    last = params.get("final_norm", {})
+    if config.output_scale == 1 or "gain" not in last:
+        return params, config
+    last = {name: np.asarray(x) * np.float32(config.output_scale) for name, x in last.items()}
+    scale = config.score_scale if config.mup_head else config.attention_scale
+    changes: dict[str, Any] = {"attention_scale": scale, "logit_scale": 1.0, "mup_width": None, "mup_head": None}
+    return {**params, "final_norm": last}, dataclasses.replace(config, **changes)
 
 
 def _write_json(path: Path, value: dict[str, object]) -> None:
