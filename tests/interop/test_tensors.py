@@ -13,6 +13,7 @@ from andrea_jax.config import ModelConfig
 from andrea_jax.data.tokenizer import bytes_tokenizer
 from andrea_jax.interop.hugging_face import read_model, write_model
 from andrea_jax.interop.hugging_face.canonical import canonical
+from andrea_jax.model import model_forward
 from andrea_jax.parameters import abstract_params
 from andrea_jax.settings import UserError
 
@@ -100,6 +101,21 @@ def test_what_gpt2_has_and_a_model_lacks_is_written_as_ones_and_zeros(tmp_path):
     assert (tensors["transformer.h.1.ln_1.weight"] == 1).all()
     assert (tensors["transformer.ln_f.weight"] == 1).all()
     assert not any(tensors[name].any() for name in tensors if name.endswith(".bias"))
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"), [(LLAMA, dict(mup_width=12)), (SMALL, dict(logit_scale=0.3)), (LLAMA, dict(mup_width=7))]
+)
+def test_a_scale_of_the_logits_goes_into_the_last_norm(model, changes, tmp_path):
+    """A product of three numbers, rounded once more; the ratio 2 is exact."""
+    config = dataclasses.replace(model, **changes)
+    params, tokens_BT = random_params(config), np.arange(12).reshape(1, 12) * 25
+    write_model(tmp_path / "x", params, config, BYTES)
+    read = read_model(tmp_path / "x")
+    assert read.config.output_scale == 1
+    expected = model_forward(params, tokens_BT, config)
+    found = model_forward(read.params, tokens_BT, read.config)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=24 * 2.0**-23 * np.abs(expected).max())
 
 
 def test_rows_that_pad_the_vocabulary_are_left_out(tmp_path):
