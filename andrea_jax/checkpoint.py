@@ -1,7 +1,7 @@
 """Checkpoints: orbax writes and restores; this file says what is in one and refuses what does not fit.
 
-The checkpoint of step n is the folder `checkpoints/n` with the items `params`, `optimizer` and `meta` (model config,
-tokenizer, fingerprints, settings of the run), and orbax's metrics.
+The checkpoint of step n is the folder `checkpoints/n` with the items `params`, `optimizer`, `average` if the run keeps
+averaged parameters, and `meta` (model config, tokenizer, fingerprints, settings of the run), and orbax's metrics.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,13 @@ from andrea_jax.config import ModelConfig
 from andrea_jax.data.tokenizer import Tokenizer
 from andrea_jax.parameters import Params, abstract_params, path_name
 from andrea_jax.settings import RunError, UserError
-from andrea_jax.train.state import State
+from andrea_jax.train.state import State, copied
 
 FORMAT = 1
 TEMPORARY = ".orbax-checkpoint-tmp"
 ITEMS = ("params", "optimizer", "meta")
+FINGERPRINTS = {"params": "fingerprints", "average": "average_fingerprints"}  # as `meta` names those of an item
+Weights = Literal["auto", "average", "last"]
 
 
 @contextlib.contextmanager
@@ -65,14 +67,15 @@ def save(manager: ocp.CheckpointManager, state: State, meta: dict[str, Any], los
         RunError: this or the checkpoint before could not be written. What was complete stays.
     """
     step = int(state.step)
-    content = meta | {"format": FORMAT, "step": step, "fingerprints": fingerprints(state.params)}
+    trees = {"params": state.params, "optimizer": state.optimizer}
+    trees |= {} if state.average is None else {"average": state.average}
+    sums = {name: fingerprints(trees[item]) for item, name in FINGERPRINTS.items() if item in trees}
+    content = meta | {"format": FORMAT, "step": step} | sums
     with _writing(manager):
         manager.save(
             step,
             args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                optimizer=ocp.args.StandardSave(state.optimizer),
-                meta=ocp.args.JsonSave(content),
+                **{item: ocp.args.StandardSave(tree) for item, tree in trees.items()}, meta=ocp.args.JsonSave(content)
             ),
             metrics=None if loss is None else {"loss": loss},
         )
@@ -134,38 +137,60 @@ class Saved(NamedTuple):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
+def saved_items(folder: Path, step: int) -> list[str]:
+    """The items of one checkpoint that hold tensors."""
+    return [item for item in ("params", "optimizer", "average") if (folder / str(step) / item).is_dir()]
+
+
 def saved_tensors(folder: Path, step: int, item: str) -> dict[str, Saved]:
-    """Every tensor of the item `params` or `optimizer`; nothing of their content is read."""
+    """Every tensor of one of the `saved_items`; nothing of their content is read."""
     return {path_name(path): _saved(leaf) for path, leaf in jax.tree.leaves_with_path(_describe(folder, step, item))}
 
 
 def read_tensors(folder: Path, step: int, item: str) -> dict[str, np.ndarray]:
-    """The tensors of the item `params` or `optimizer` in host memory, whatever wrote them; parameters are verified."""
+    """The tensors of one of the `saved_items` in host memory, whatever wrote them; parameters are verified."""
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _describe(folder, step, item))
-    if item == "params":
-        tree = restore_params(folder, step, abstract, read_meta(folder, step))
+    if item in FINGERPRINTS:
+        tree = restore_params(folder, step, abstract, read_meta(folder, step), item)
     else:
         tree = _restore(folder, step, item, abstract)
     return {path_name(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(tree)}
 
 
 def restore_state(folder: Path, step: int, abstract: State) -> State:
-    """The state of one checkpoint, with the shapes, dtypes and shardings of `abstract`; parameters are verified."""
-    params = restore_params(folder, step, abstract.params, read_meta(folder, step))
+    """The state of one checkpoint, with the shapes, dtypes and shardings of `abstract`; parameters are verified.
+
+    An average that the checkpoint has not starts as its parameters.
+    """
+    meta = read_meta(folder, step)
+    params = restore_params(folder, step, abstract.params, meta)
     counter = jax.device_put(np.int32(step), getattr(abstract.step, "sharding", None))
-    return State(counter, params, _restore(folder, step, "optimizer", abstract.optimizer))
+    optimizer, average = _restore(folder, step, "optimizer", abstract.optimizer), None
+    if abstract.average is not None:
+        saved = "average" in saved_items(folder, step)
+        average = restore_params(folder, step, abstract.average, meta, "average") if saved else copied(params)
+    return State(counter, params, optimizer, average)
 
 
-def load_checkpoint(path: str | Path, step: int | None = None) -> tuple[Params, ModelConfig, Tokenizer]:
+def load_checkpoint(
+    path: str | Path, step: int | None = None, weights: Weights = "auto"
+) -> tuple[Params, ModelConfig, Tokenizer]:
     """Parameters, model config and tokenizer of a run folder's newest checkpoint, or that of `step`.
 
+    `weights`: "average", those averaged by `train.ema`; "last", those of the step itself; "auto", the average if the
+    checkpoint has one, which is what its run evaluated.
+
     Raises:
-        UserError: no complete checkpoint there, or one that is damaged.
+        UserError: no complete checkpoint there, one that is damaged, or one without the average that was asked for.
     """
     folder, step = find_checkpoint(path, step)
     meta = read_meta(folder, step)
     config = model_config(meta)
-    params = restore_params(folder, step, abstract_params(config), meta)
+    has_average = "average" in saved_items(folder, step)
+    if weights == "average" and not has_average:
+        raise UserError(f"{folder / str(step)} has no averaged weights; a run keeps them with train.ema = 0.999 or so")
+    item = "average" if has_average and weights != "last" else "params"
+    params = restore_params(folder, step, abstract_params(config), meta, item)
     return params, config, Tokenizer.from_dict(meta["tokenizer"])
 
 
@@ -204,10 +229,10 @@ def fingerprints(params: Params) -> dict[str, int]:
     return {path_name(path): int(value) for path, value in jax.tree.leaves_with_path(jax.device_get(_bit_sums(params)))}
 
 
-def restore_params(folder: Path, step: int, abstract: Params, meta: dict[str, Any]) -> Params:
+def restore_params(folder: Path, step: int, abstract: Params, meta: dict[str, Any], item: str = "params") -> Params:
     """The parameters. Raises UserError if they are not, bit by bit, those that were saved."""
-    params = _restore(folder, step, "params", abstract)
-    expected, found = meta["fingerprints"], fingerprints(params)
+    params = _restore(folder, step, item, abstract)
+    expected, found = meta[FINGERPRINTS[item]], fingerprints(params)
     wrong = [name for name in found if expected.get(name) != found[name]]
     if wrong:
         raise UserError(_damaged(folder, step, f"the bits of {wrong[0]} are not those that were saved"))

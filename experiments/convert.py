@@ -37,6 +37,7 @@ absl_flags.DEFINE_string("tokenizer", None, "from_hf: another tokenizer.json tha
 absl_flags.DEFINE_string("to_hf", None, "folder to write; it must not exist", flag_values=FLAGS)
 absl_flags.DEFINE_string("checkpoint", None, "to_hf: run folder, or one checkpoint in it", flag_values=FLAGS)
 absl_flags.DEFINE_integer("step", None, "to_hf: checkpoint of this step; default: the newest", flag_values=FLAGS)
+flags.define_weights(FLAGS, "to_hf: ")
 absl_flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"], "to_hf: of the tensors; float32 is exact", flag_values=FLAGS
 )
@@ -48,7 +49,7 @@ absl_flags.DEFINE_bool("json", False, "print one JSON object", flag_values=FLAGS
 
 DIRECTIONS = {
     "from_hf": ("run_dir", ("run_dir", "context_length", "tokenizer")),
-    "to_hf": ("checkpoint", ("checkpoint", "step", "dtype", "shard_mb", "architecture")),
+    "to_hf": ("checkpoint", ("checkpoint", "step", "weights", "dtype", "shard_mb", "architecture")),
 }
 
 
@@ -107,7 +108,7 @@ def from_hf() -> dict[str, Any]:
 def to_hf() -> dict[str, Any]:
     """Reads a checkpoint and writes a folder."""
     folder, step = find_checkpoint(FLAGS["checkpoint"].value, FLAGS["step"].value)
-    params, config, tokenizer = load_checkpoint(folder, step)
+    params, config, tokenizer = load_checkpoint(folder, step, FLAGS["weights"].value)
     out, dtype = FLAGS["to_hf"].value, FLAGS["dtype"].value
     shard_bytes = FLAGS["shard_mb"].value * 10**6
     written = write_model(out, params, config, tokenizer, dtype, shard_bytes, FLAGS["architecture"].value)

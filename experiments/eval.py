@@ -25,6 +25,7 @@ from andrea_jax.train.loop import describe
 FLAGS = absl_flags.FlagValues()
 absl_flags.DEFINE_string("checkpoint", None, "run folder, or one checkpoint in it", flag_values=FLAGS)
 absl_flags.DEFINE_integer("step", None, "checkpoint of this step; default: the newest", flag_values=FLAGS)
+flags.define_weights(FLAGS)
 absl_flags.DEFINE_string("text", None, "evaluate on this file instead of the validation split", flag_values=FLAGS)
 absl_flags.DEFINE_bool("json", False, "print one JSON object", flag_values=FLAGS)
 
@@ -33,7 +34,7 @@ def run(config: RunConfig, bound: dict[str, str]) -> None:
     if FLAGS["checkpoint"].value is None:
         raise UserError("--checkpoint is missing: the run folder to evaluate, such as --checkpoint runs/nano")
     folder, step = find_checkpoint(FLAGS["checkpoint"].value, FLAGS["step"].value)
-    params, model, tokenizer = load_checkpoint(folder, step)
+    params, model, tokenizer = load_checkpoint(folder, step, FLAGS["weights"].value)
     check_model(config.model, model, bound)
     settings = read_meta(folder, step)["settings"]["data"]
     chosen = flags.bound_fields("data", config, bound)

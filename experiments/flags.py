@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import typing
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -19,10 +20,11 @@ from absl import logging as absl_logging
 from gin_settings import run_config
 from settings_table import SECTIONS, SETTINGS, check_name, format_config, format_help, help_row, names_in
 
+from andrea_jax.checkpoint import Weights
 from andrea_jax.settings import RunError, UserError, nearest
 from andrea_jax.train.config import RunConfig
 
-__all__ = ["bound_fields", "format_config", "main", "run_config"]
+__all__ = ["bound_fields", "define_weights", "format_config", "main", "run_config"]
 
 Run = Callable[[RunConfig, dict[str, str]], int | None]
 
@@ -87,6 +89,12 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     for child in multiprocessing.active_children():
         child.terminate()
     os._exit(128 + number)
+
+
+def define_weights(own: absl_flags.FlagValues, of: str = "") -> absl_flags.FlagHolder[str]:
+    """--weights: which parameters of a checkpoint a script takes."""
+    help_text = f"{of}those averaged by train.ema, those of the last step, or (auto) the average where there is one"
+    return absl_flags.DEFINE_enum("weights", "auto", typing.get_args(Weights), help_text, flag_values=own)
 
 
 def _silence_libraries() -> None:

@@ -9,8 +9,8 @@ import sys
 import typing
 from collections.abc import Callable, Iterator
 
+import flags
 from absl import flags as absl_flags
-from flags import main
 
 from andrea_jax.checkpoint import find_checkpoint, load_checkpoint
 from andrea_jax.generate import generate, stream
@@ -26,6 +26,7 @@ OWN = absl_flags.FlagValues()
 MOST = 2**31 - 1
 CHECKPOINT = absl_flags.DEFINE_string("checkpoint", None, "folder of a run, or one of its checkpoints", flag_values=OWN)
 STEP = absl_flags.DEFINE_integer("step", None, "checkpoint of this step; the newest if absent", flag_values=OWN)
+WEIGHTS = flags.define_weights(OWN)
 PROMPT = absl_flags.DEFINE_multi_string("prompt", [], "text to continue; can be given several times", flag_values=OWN)
 MAX_TOKENS = absl_flags.DEFINE_integer("max_tokens", 200, "tokens of each text, at most", 1, MOST, flag_values=OWN)
 SEED = absl_flags.DEFINE_integer(
@@ -77,7 +78,7 @@ def run(config: RunConfig, bound: dict[str, str]) -> None:
     sampling = sampling_config()
     check_flags()
     folder, step = find_checkpoint(CHECKPOINT.value, STEP.value)
-    model = load_checkpoint(folder, step)
+    model = load_checkpoint(folder, step, WEIGHTS.value)
     prompts = PROMPT.value or [""]
     options = {"sampling": sampling, "max_tokens": MAX_TOKENS.value, "engine": config.engine}
     if INTERACTIVE.value:
@@ -119,4 +120,4 @@ def interact(answer: Callable[[str, int], Iterator[str]]) -> None:
 
 
 if __name__ == "__main__":
-    main(run, DESCRIPTION, OWN, uses=["engine"])
+    flags.main(run, DESCRIPTION, OWN, uses=["engine"])

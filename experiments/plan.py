@@ -41,7 +41,7 @@ absl_flags.DEFINE_float(
 absl_flags.DEFINE_bool("against_host", False, "compile the same run on one host too", flag_values=FLAGS)
 absl_flags.DEFINE_bool("largest_batch", False, "find the largest batch that fits: compiles again", flag_values=FLAGS)
 absl_flags.DEFINE_bool("json", False, "print one JSON object", flag_values=FLAGS)
-TRAIN = ("train.batch_size", "train.accumulate", "train.steps", "train.parallel")
+TRAIN = ("train.batch_size", "train.accumulate", "train.steps", "train.parallel", "train.ema")
 USES = ("ModelConfig", "engine", "mesh", "optimizer", *TRAIN)
 GIB, GB = 2**30, 1e9
 

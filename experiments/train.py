@@ -89,6 +89,8 @@ def introduce(config: RunConfig, corpus: TokenCorpus, report: Report) -> None:
         "optim    "
         + (f"muon on {', '.join(muon)}; adamw on the rest" if muon else f"{config.optimizer.kind} on all tensors")
     )
+    if config.train.ema is not None:
+        report.say(f"average  evaluations and samples use parameters averaged with decay {config.train.ema}")
     if config.train.steps <= config.schedule.warmup:
         some = max(1, config.train.steps // 10)
         report.say(

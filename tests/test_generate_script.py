@@ -36,7 +36,7 @@ def call(monkeypatch, capsys):
 
     def call(*arguments, model=MODEL, checkpoint=("--checkpoint=runs/x",)):
         monkeypatch.setattr(script, "find_checkpoint", lambda path, step: (path, step or 70))
-        monkeypatch.setattr(script, "load_checkpoint", lambda path, step: model)
+        monkeypatch.setattr(script, "load_checkpoint", lambda path, step, weights: model)
         argv = ["experiments/generate.py", *checkpoint, *arguments]
         with pytest.raises(SystemExit) as caught:
             flags.main(script.run, script.DESCRIPTION, script.OWN, uses=["engine"], argv=argv)

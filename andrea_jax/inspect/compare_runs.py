@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from andrea_jax.checkpoint import Saved, complete_steps, model_config, read_meta, read_tensors, saved_tensors
+from andrea_jax.checkpoint import (
+    Saved,
+    complete_steps,
+    model_config,
+    read_meta,
+    read_tensors,
+    saved_items,
+    saved_tensors,
+)
 from andrea_jax.inspect.compare_metrics import Metrics, compare_metrics
 from andrea_jax.inspect.state_hash import params_hash
 from andrea_jax.inspect.ulp import Difference, compare_arrays
@@ -16,7 +24,6 @@ from andrea_jax.settings import UserError
 from andrea_jax.train.resume import flat
 from andrea_jax.train.run_folder import read_metrics
 
-ITEMS = ("params", "optimizer")
 ABSENT = "absent"
 
 
@@ -92,7 +99,9 @@ def compare_checkpoints(a: Path, b: Path, step: int) -> Checkpoint:
     different: list[Difference] = []
     unlike: list[str] = []
     tensors, digest, meshes = 0, "", ("", "")
-    for item in ITEMS:
+    items = [saved_items(folder, step) for folder in (a, b)]
+    unlike += [f"{item}: {_there(item, items[0])} != {_there(item, items[1])}" for item in {*items[0]} ^ {*items[1]}]
+    for item in (item for item in items[0] if item in items[1]):
         ours, theirs = (saved_tensors(folder, step, item) for folder in (a, b))
         alike = [name for name in ours if name in theirs and ours[name][:2] == theirs[name][:2]]
         unlike += [
@@ -106,6 +115,10 @@ def compare_checkpoints(a: Path, b: Path, step: int) -> Checkpoint:
         if item == "params":
             digest, meshes = params_hash(x), (_mesh(ours), _mesh(theirs))
     return Checkpoint(step, tensors, different, unlike, digest, meshes)
+
+
+def _there(item: str, items: list[str]) -> str:
+    return "there" if item in items else ABSENT
 
 
 def compare_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

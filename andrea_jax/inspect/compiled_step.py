@@ -65,7 +65,8 @@ def compiled_step(config: RunConfig, cluster: Cluster) -> CompiledStep:
     state, batch = sharded_abstract_state(config, mesh), _abstract_batch(config, mesh)
     with kernels_as_on(cluster.card):
         compiled = _compile(cast(Any, compile_step(config, mesh)).lower(state, batch))
-    held = {"parameters": _bytes(state.params), "optimizer": _bytes(state.optimizer), "batch": _bytes(batch)}
+    kept = _bytes((state.optimizer, state.average))
+    held = {"parameters": _bytes(state.params), "optimizer": kept, "batch": _bytes(batch)}
     memory, text = compiled.memory_analysis(), compiled.as_text()
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return CompiledStep(

@@ -14,9 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from andrea_jax.checkpoint import complete_steps, read_tensors
+from andrea_jax.checkpoint import complete_steps, read_tensors, saved_items
 from andrea_jax.inspect.compare_metrics import MetricDifference, compare_metrics, count_ulps
-from andrea_jax.inspect.compare_runs import ITEMS
 from andrea_jax.inspect.kills import Process, Watch
 from andrea_jax.inspect.state_hash import tensor_hash
 from andrea_jax.inspect.ulp import float32_ulps
@@ -124,7 +123,11 @@ def changed_by_restoring(
     if done.returncode:
         raise RunError(f"step {step} could not be restored: {done.stderr.strip().splitlines()[-1]}")
     found = json.loads(done.stdout.splitlines()[-1])
-    saved = {f"{item} {name}": tensor_hash(x) for item in ITEMS for name, x in read_tensors(folder, step, item).items()}
+    saved = {
+        f"{item} {name}": tensor_hash(x)
+        for item in saved_items(folder, step)
+        for name, x in read_tensors(folder, step, item).items()
+    }
     return [name for name in saved | found if saved.get(name) != found.get(name)], len(saved)
 
 

@@ -36,8 +36,8 @@ def params_hash(params: Mapping[str, np.ndarray]) -> str:
 
 
 def state_hashes(state: State) -> dict[str, str]:
-    """{`params NAME` or `optimizer NAME`: hash}, gathered from all devices of this process."""
-    items = {"params": state.params, "optimizer": state.optimizer}
+    """{`params NAME`, `optimizer NAME` or `average NAME`: hash}, gathered from all devices of this process."""
+    items = {"params": state.params, "optimizer": state.optimizer, "average": state.average}
     return {
         f"{item} {path_name(path)}": tensor_hash(np.asarray(x))
         for item, tree in items.items()

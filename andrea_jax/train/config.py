@@ -33,6 +33,12 @@ class TrainConfig:
     nonfinite: Literal["stop", "skip"] = setting(
         "stop", "at a loss or gradient that is not finite: stop the run, or skip the step"
     )
+    ema: float | None = setting(
+        None,
+        "decay of an average of the parameters, which evaluations, samples and scripts then use; None: no average",
+        at_least=0,
+        at_most=0.999999,
+    )
     log_every: int = setting(10, "steps between lines of metrics.jsonl", at_least=1)
     eval_every: int = setting(250, "steps between evaluations", at_least=1)
     eval_windows: int | None = setting(

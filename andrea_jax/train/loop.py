@@ -106,7 +106,7 @@ def _train(
                     with meter.timed("evaluation"):
                         windows = eval_batches(corpus.validation, *sizes, options.eval_windows, *documents)
                         validation = evaluate(
-                            state.params, windows, config.model, tokenizer.byte_lengths, config.engine, mesh
+                            state.evaluated, windows, config.model, tokenizer.byte_lengths, config.engine, mesh
                         )
                     log.write(validation_record(step, meter.tokens, validation))
                     report.say(f"step {step}: validation {describe(validation)}")
@@ -141,7 +141,7 @@ def draw_sample(state: State, config: RunConfig, corpus: TokenCorpus) -> str:
     """Text that the model writes after `train.sample_prompt`, the prompt included; the same for the same step."""
     options = config.train
     texts = generate(
-        state.params,
+        state.evaluated,
         config.model,
         corpus.tokenizer,
         [options.sample_prompt],

@@ -24,7 +24,7 @@ from andrea_jax.train.config import RunConfig
 from andrea_jax.train.corpus import TokenCorpus
 from andrea_jax.train.parallel import sharded_abstract_state, sharded_init_state
 from andrea_jax.train.report import Report
-from andrea_jax.train.state import State
+from andrea_jax.train.state import State, copied
 
 
 def make_meta(config: RunConfig, tokenizer: Tokenizer, data: dict[str, Any] | None) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def start_state(config: RunConfig, corpus: TokenCorpus, report: Report, mesh: Me
         report.say(f"starting with the parameters of {folder / str(step)}")
         first = sharded_init_state(config, mesh)
         params = restore_params(folder, step, sharded_abstract_state(config, mesh).params, meta)
-        return State(first.step, params, first.optimizer), 0
+        return State(first.step, params, first.optimizer, None if first.average is None else copied(params)), 0
     state = restore_state(folder, step, sharded_abstract_state(config, mesh))
     report.say(f"resuming from step {step} ({folder / str(step)})")
     return state, meta["tokens"]

@@ -15,17 +15,29 @@ from andrea_jax.train.config import RunConfig
 
 @flax.struct.dataclass
 class State:
-    """Steps done (int32), float32 parameters, and the optimizer's state."""
+    """Steps done (int32), float32 parameters, the optimizer's state, and, with `train.ema`, averaged parameters."""
 
     step: jax.Array
     params: Params
     optimizer: Any
+    average: Params | None = None
+
+    @property
+    def evaluated(self) -> Params:
+        """The parameters that evaluations and samples use: the average where there is one."""
+        return self.params if self.average is None else self.average
 
 
 def init_state(config: RunConfig) -> State:
     """The state before the first step, from `train.seed`."""
     params = init_params(jax.random.key(config.train.seed), config.model)
-    return State(jnp.int32(0), params, make_optimizer(config.optimizer, config.model).init(params))
+    optimizer = make_optimizer(config.optimizer, config.model).init(params)
+    return State(jnp.int32(0), params, optimizer, None if config.train.ema is None else copied(params))
+
+
+def copied(params: Params) -> Params:
+    """The same numbers in arrays of their own, so that both can be donated."""
+    return jax.tree.map(jnp.copy, params)
 
 
 def abstract_state(config: RunConfig) -> State:

@@ -44,6 +44,7 @@ def make_train_step(
         params = move_router_bias(params, routing, config.model)
         params = _where(finite, params, state.params)
         optimizer_state = _where(finite, optimizer_state, state.optimizer)
+        average = _where(finite, averaged(state, params, config.train.ema), state.average)
         metrics = {
             "loss": loss,
             "nll": nll,
@@ -54,9 +55,18 @@ def make_train_step(
             "finite": finite,
             **routing_metrics(routing),
         }
-        return State(state.step + 1, params, optimizer_state), metrics
+        return State(state.step + 1, params, optimizer_state, average), metrics
 
     return train_step
+
+
+def averaged(state: State, params: Params, decay: float | None) -> Params | None:
+    """average + (1 - d)(params - average), d = min(decay, (1 + t) / (10 + t)) after t steps: soon rid of the start."""
+    if decay is None:
+        return None
+    t = state.step.astype(jnp.float32)
+    part = 1 - jnp.minimum(decay, (1 + t) / (10 + t))
+    return jax.tree.map(lambda mean, p: mean + part * (p - mean), state.average, params)
 
 
 def loss_and_gradient(
