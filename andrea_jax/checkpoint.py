@@ -22,7 +22,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from andrea_jax.config import ModelConfig
 from andrea_jax.data.tokenizer import Tokenizer
-from andrea_jax.parameters import Params, abstract_params, path_name
+from andrea_jax.parameters import Params, abstract_params, by_name
 from andrea_jax.settings import RunError, UserError
 from andrea_jax.train.state import State, copied
 
@@ -144,7 +144,7 @@ def saved_items(folder: Path, step: int) -> list[str]:
 
 def saved_tensors(folder: Path, step: int, item: str) -> dict[str, Saved]:
     """Every tensor of one of the `saved_items`; nothing of their content is read."""
-    return {path_name(path): _saved(leaf) for path, leaf in jax.tree.leaves_with_path(_describe(folder, step, item))}
+    return {name: _saved(leaf) for name, leaf in by_name(_describe(folder, step, item)).items()}
 
 
 def read_tensors(folder: Path, step: int, item: str) -> dict[str, np.ndarray]:
@@ -154,7 +154,7 @@ def read_tensors(folder: Path, step: int, item: str) -> dict[str, np.ndarray]:
         tree = restore_params(folder, step, abstract, read_meta(folder, step), item)
     else:
         tree = _restore(folder, step, item, abstract)
-    return {path_name(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(tree)}
+    return {name: np.asarray(x) for name, x in by_name(tree).items()}
 
 
 def restore_state(folder: Path, step: int, abstract: State) -> State:
@@ -226,7 +226,7 @@ def _bit_sums(tree: Any) -> Any:
 
 def fingerprints(params: Params) -> dict[str, int]:
     """For each tensor the sum of its float32 bit patterns modulo 2^32: the same on any devices, in any order."""
-    return {path_name(path): int(value) for path, value in jax.tree.leaves_with_path(jax.device_get(_bit_sums(params)))}
+    return {name: int(value) for name, value in by_name(jax.device_get(_bit_sums(params))).items()}
 
 
 def restore_params(folder: Path, step: int, abstract: Params, meta: dict[str, Any], item: str = "params") -> Params:
@@ -268,7 +268,7 @@ def _check_fits(folder: Path, step: int, item: str, abstract: Any) -> None:
 
     Orbax itself would convert a dtype without a word.
     """
-    wanted = {path_name(p): Saved(x.shape, x.dtype.name, {}) for p, x in jax.tree.leaves_with_path(abstract)}
+    wanted = {name: Saved(x.shape, x.dtype.name, {}) for name, x in by_name(abstract).items()}
     found = saved_tensors(folder, step, item)
     wrong = [
         f"{item} {name} is {found.get(name, 'not in it')}, expected {wanted.get(name, 'no such tensor')}"

@@ -134,6 +134,8 @@ class ModelConfig:
             "rotary_scaling": (rotary, "position = 'rotary'"),
             "rotary_factor": (self.rotary_scaling != "none", "rotary_scaling"),
             "rotary_original": (mixed, "rotary_scaling = 'llama3' or 'yarn'"),
+            "rotary_slow": (mixed, "rotary_scaling = 'llama3' or 'yarn'"),
+            "rotary_fast": (mixed, "rotary_scaling = 'llama3' or 'yarn'"),
             "rotary_length": (self.rotary_scaling == "yarn", "rotary_scaling = 'yarn'"),
             "mup_head": (
                 self.mup_width is not None and self.attention_scale is None,

@@ -196,8 +196,12 @@ def map_specs(f: Callable[[str, Spec], Any], config: ModelConfig) -> Params:
 
 def named_specs(config: ModelConfig) -> dict[str, Spec]:
     """{name: spec} of all tensors."""
-    leaves = jax.tree.leaves_with_path(specs(config), is_leaf=_is_spec)
-    return {path_name(path): spec for path, spec in leaves}
+    return by_name(specs(config), _is_spec)
+
+
+def by_name(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """{name: leaf}; names look like `blocks.mlp.w_1`."""
+    return {path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_leaf)}
 
 
 def path_name(path: Any) -> str:

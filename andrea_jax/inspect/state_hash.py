@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from andrea_jax.checkpoint import model_config, read_meta, restore_state
 from andrea_jax.inspect.ulp import bits
-from andrea_jax.parameters import path_name
+from andrea_jax.parameters import by_name
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.parallel import run_mesh, sharded_abstract_state
 from andrea_jax.train.state import State
@@ -39,9 +38,9 @@ def state_hashes(state: State) -> dict[str, str]:
     """{`params NAME`, `optimizer NAME` or `average NAME`: hash}, gathered from all devices of this process."""
     items = {"params": state.params, "optimizer": state.optimizer, "average": state.average}
     return {
-        f"{item} {path_name(path)}": tensor_hash(np.asarray(x))
+        f"{item} {name}": tensor_hash(np.asarray(x))
         for item, tree in items.items()
-        for path, x in jax.tree.leaves_with_path(tree)
+        for name, x in by_name(tree).items()
     }
 
 

@@ -37,8 +37,6 @@ def canonical(config: ModelConfig) -> ModelConfig:
         without_effect += ["rotary_local_base"]
     if config.rotary_scaling in ("llama3", "yarn"):
         changes["rotary_original"] = config.rotary_original or config.context_length
-    else:
-        without_effect += ["rotary_slow", "rotary_fast"]
     if config.rotary_scaling == "yarn":
         changes["rotary_length"] = config.rotary_length or yarn_length(config.rotary_factor)
     return dataclasses.replace(config, **changes | {name: getattr(default, name) for name in without_effect})

@@ -12,7 +12,7 @@ import numpy as np
 from andrea_jax.config import ModelConfig
 from andrea_jax.interop.hugging_face.architecture import Architecture, Row
 from andrea_jax.interop.hugging_face.safetensors_files import TensorFiles
-from andrea_jax.parameters import Params, Spec, map_specs, path_name
+from andrea_jax.parameters import Params, Spec, by_name, map_specs
 from andrea_jax.settings import UserError
 
 # Buffers that older versions saved: masks and frequencies, which the config gives.
@@ -84,7 +84,7 @@ def their_values(params: Params, architecture: Architecture, config: ModelConfig
 
     `config` is the architecture's, filled; rows that only pad the vocabulary are left out.
     """
-    ours = {path_name(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
+    ours = {name: np.asarray(x) for name, x in by_name(params).items()}
     places: dict[str, tuple[Row, Spec, tuple[int, ...], int]] = {}
     for row, spec in architecture.table(config):
         for at, names in _parts(row, spec):
