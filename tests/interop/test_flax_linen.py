@@ -120,3 +120,11 @@ def test_partition_specs_are_those_of_sharding(config):
     assert nn.unbox(boxed)["params"] == abstract_params(config)
     ours = program(lambda p: model_forward(p, TOKENS, config), abstract_params(config))
     assert program(lambda boxed: model.apply(boxed, TOKENS), boxed) == ours
+
+
+def test_over_a_mesh_it_is_the_same_program():
+    config, mesh = tiny(vocab_multiple=2), plan_mesh(MeshConfig(1, 2, 2), 4)
+    ours = program(lambda p: model_forward(p, TOKENS, config, mesh=mesh), abstract_params(config))
+    theirs = program(lambda p: Andrea(config, mesh=mesh).apply({"params": p}, TOKENS), abstract_params(config))
+    assert theirs == ours
+    assert "sharding_constraint" in ours

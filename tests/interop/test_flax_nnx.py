@@ -13,7 +13,7 @@ from andrea_jax.layers.moe import move_router_bias
 from andrea_jax.loss import loss_fn
 from andrea_jax.model import model_forward
 from andrea_jax.optimizer import OptimizerConfig, make_optimizer
-from andrea_jax.parameters import abstract_params, count_parameters, init_params, named_specs, path_name
+from andrea_jax.parameters import abstract_params, count_parameters, init_params, map_specs, named_specs, path_name
 from andrea_jax.settings import UserError
 from andrea_jax.sharding import RULES, MeshConfig, plan_mesh, spec_sharding
 
@@ -185,3 +185,17 @@ def test_partition_specs_are_those_of_sharding(config):
     is_spec = lambda x: isinstance(x, jax.sharding.PartitionSpec)  # noqa: E731
     by_name = {path_name(path): spec for path, spec in jax.tree.leaves_with_path(found, is_leaf=is_spec)}
     assert by_name == {name: spec_sharding(mesh, spec).spec for name, spec in named_specs(config).items()}
+
+
+def test_over_a_mesh_parameters_and_activations_lie_as_sharding_says():
+    config, mesh = tiny(vocab_multiple=2), plan_mesh(MeshConfig(1, 2, 2), 4)
+
+    def ours(params):
+        held = map_specs(lambda name, spec: (spec_sharding(mesh, spec),), config)
+        params = jax.tree.map(lambda x, held: jax.lax.with_sharding_constraint(x, *held), params, held)
+        return model_forward(params, TOKENS, config, mesh=mesh)
+
+    def theirs(params):
+        return Andrea.from_params(params, config, mesh=mesh)(TOKENS)
+
+    assert str(jax.make_jaxpr(theirs)(abstract_params(config))) == str(jax.make_jaxpr(ours)(abstract_params(config)))
