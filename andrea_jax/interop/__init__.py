@@ -1,1 +1,1 @@
-"""Models of other programs, in and out."""
+"""Models of other programs, in and out, and modules of other libraries around ours."""
