@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from andrea_jax.config import ModelConfig
-from andrea_jax.parameters import Params, Spec, map_specs, named_specs, path_name
+from andrea_jax.parameters import Params, Spec, by_name, map_specs, named_specs
 from andrea_jax.settings import UserError
 from andrea_jax.sharding import MeshConfig, plan_mesh, spec_sharding
 
@@ -21,7 +19,7 @@ def fitted(params: Mapping[str, Any], config: ModelConfig) -> Params:
     Raises:
         UserError: naming the first tensor that is missing, too much or of another shape.
     """
-    found = {path_name(path): x for path, x in jax.tree.leaves_with_path(params)}
+    found = by_name(params)
     shapes = {name: list(x.shape) for name, x in found.items()}
     expected = {name: list(spec.shape) for name, spec in named_specs(config).items()}
     wrong = [name for name in expected | shapes if shapes.get(name) != expected.get(name)]
