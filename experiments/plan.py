@@ -69,7 +69,8 @@ def lines(plan: dict[str, Any]) -> list[str]:
     devices = given["hosts"] * given["gpus_per_host"]
     engine, accumulate = given["engine"], given["accumulate"]
     return [
-        f"given      {devices} x {given['card']}, {given['gpus_per_host']} a host, mesh {mesh}",
+        f"given      {devices} x {given['card']}, {given['gpus_per_host']} a host, mesh {mesh}"
+        + (", pmap" if given["parallel"] == "pmap" else ""),
         f"           {given['parameters']:,} parameters; {given['optimizer']}, {engine['dtype']}, attention "
         f"{engine['attention']}, blocks {engine['blocks']}, remat {engine['remat']}",
         f"           {given['tokens_per_step']:,} tokens a step: {given['batch_size']} windows"

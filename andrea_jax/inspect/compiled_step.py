@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from andrea_jax.layers.attention import check_attention, choose_back_end
 from andrea_jax.settings import UserError
 from andrea_jax.sharding import MeshConfig, bytes_on_device, check_divides, make_mesh, mesh_shape, named
 from andrea_jax.train.config import RunConfig
-from andrea_jax.train.parallel import compile_step, sharded_abstract_state
+from andrea_jax.train.parallel import lower_step, sharded_abstract_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def compiled_step(config: RunConfig, cluster: Cluster) -> CompiledStep:
     check_divides(mesh, config.model, config.train.batch_size, config.train.accumulate)
     state, batch = sharded_abstract_state(config, mesh), _abstract_batch(config, mesh)
     with kernels_as_on(cluster.card):
-        compiled = _compile(cast(Any, compile_step(config, mesh)).lower(state, batch))
+        compiled = _compile(lower_step(config, mesh, state, batch))
     kept = _bytes((state.optimizer, state.average))
     held = {"parameters": _bytes(state.params), "optimizer": kept, "batch": _bytes(batch)}
     memory, text = compiled.memory_analysis(), compiled.as_text()

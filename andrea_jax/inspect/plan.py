@@ -35,10 +35,6 @@ def make_plan(
     """
     if cluster.hosts > 1 and links.network is None:
         raise UserError(f"--network_gbs is missing: {cluster.card} has no usual network to take its speed from")
-    if config.train.parallel != "jit":
-        raise UserError(
-            f"train.parallel = '{config.train.parallel}': plans are for 'jit', which sends half of the bytes"
-        )
     config = on_gpus(config)
     timed = config.engine.dtype == "bfloat16"
     if against_host and (cluster.hosts == 1 or not timed):
@@ -78,6 +74,7 @@ def _given(config: RunConfig, cluster: Cluster, links: Links, mfu: float) -> dic
         "steps": train.steps,
         "tokens_per_step": train.batch_size * model.context_length,
         "optimizer": config.optimizer.kind,
+        "parallel": train.parallel,
         "engine": dataclasses.asdict(config.engine),
         "parameters": count_parameters(model),
         "mfu": mfu,

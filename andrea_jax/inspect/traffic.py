@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 
-from andrea_jax.parameters import Spec, named_specs
+from andrea_jax.parameters import Spec, count_parameters, named_specs
 from andrea_jax.sharding import AXES, RULES, mesh_shape
 from andrea_jax.train.config import RunConfig
 
@@ -19,9 +19,12 @@ def traffic(config: RunConfig, devices: int) -> Traffic:
     forward and backward for those of blocks, and reduce-scatter of its gradient, (n-1)/n each; data then reduces 1/fsdp
     of it. tensor: all-reduces of [B, T, D] activations, 4 a block (5 where blocks are recomputed), of the looked-up
     embeddings and of the gradient of the last ones. Weights of blocks, their gradients and the head move in the
-    activations' dtype, all else in float32; once for each part of an accumulated batch.
+    activations' dtype, all else in float32; once for each part of an accumulated batch. pmap: all-reduce of the whole
+    gradient in float32, once.
     """
     sizes = dict(zip(AXES, mesh_shape(config.mesh, devices), strict=True))
+    if config.train.parallel == "pmap":
+        return {(("data",), "all-reduce"): _ring(devices, 2 * 4 * count_parameters(config.model))}
     sent: Traffic = collections.defaultdict(float)
     parts, activation = config.train.accumulate, config.engine.activation_dtype.itemsize
     for name, spec in named_specs(config.model).items():

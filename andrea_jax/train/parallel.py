@@ -93,20 +93,30 @@ def sharded_init_state(config: RunConfig, mesh: Mesh) -> State:
 def compile_step(config: RunConfig, mesh: Mesh) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """(state, batch) -> (state, metrics) over the mesh, compiled at its first call; the state is donated."""
     if config.train.parallel == "jit":
-        whole = NamedSharding(mesh, PartitionSpec())
-        shardings = (state_shardings(config, mesh), whole)
-        return jax.jit(make_train_step(config, mesh), donate_argnums=0, out_shardings=shardings)
-    step = jax.pmap(
-        make_train_step(config, axis=PMAP_AXIS),
-        PMAP_AXIS,
-        in_axes=(None, 0),
-        out_axes=None,
-        devices=list(mesh.devices.flat),
-        donate_argnums=0,
-    )
+        return _jitted(config, mesh)
+    step = _pmapped(config, mesh)
+    return lambda state, batch: step(state, _parts(batch, mesh))
+
+
+def lower_step(config: RunConfig, mesh: Mesh, state: State, batch: Batch) -> Any:
+    """The step of `compile_step`, lowered for the mesh's devices, there or described, and for abstract arguments."""
+    if config.train.parallel == "jit":
+        return _jitted(config, mesh).lower(state, batch)
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    return _pmapped(config, mesh).lower(state, jax.eval_shape(lambda batch: _parts(batch, mesh), batch))
+
+
+def _jitted(config: RunConfig, mesh: Mesh) -> Any:
+    shardings = (state_shardings(config, mesh), NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(make_train_step(config, mesh), donate_argnums=0, out_shardings=shardings)
+
+
+def _pmapped(config: RunConfig, mesh: Mesh) -> Any:
+    step, devices = make_train_step(config, axis=PMAP_AXIS), list(mesh.devices.flat)
+    return jax.pmap(step, PMAP_AXIS, in_axes=(None, 0), out_axes=None, devices=devices, donate_argnums=0)
+
+
+def _parts(batch: Batch, mesh: Mesh) -> Batch:
+    """[devices, rows of each, ...]."""
     parts = row_shards(mesh)
-
-    def on_each_device(state: State, batch: Batch) -> tuple[State, Metrics]:
-        return step(state, jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch))
-
-    return on_each_device
+    return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)

@@ -110,6 +110,17 @@ def test_products_are_those_of_the_formula_and_what_is_recomputed():
         assert step(layout).flops / tokens == pytest.approx(flops_per_token(MODEL) + again, rel=0.01)
 
 
+def test_pmap_sends_what_its_formula_says_and_holds_everything():
+    config = run_config("across", n_layer=1)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="pmap"), mesh=MeshConfig(8))
+    made, size = compiled_step(config, HOST), 4 * count_parameters(config.model)
+    ((key, amount),) = traffic(config, 8).items()
+    gradient = max(made.collectives, key=lambda collective: collective.sent)
+    assert (gradient.axes, gradient.kind, gradient.times) == (*key, 1)
+    assert amount <= made.sent < amount + 1000  # the loss, counts of tokens
+    assert (made.parameters, made.optimizer) == (size, 2 * size + 4)
+
+
 def test_a_product_for_which_xla_has_no_tiles_goes_to_cublas():
     """float32 products into 72 columns, as of one head of 24: XLA refuses them where it cannot time any."""
     config = run_config("across", d_model=384, n_head=16, n_layer=1)

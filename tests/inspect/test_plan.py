@@ -169,6 +169,11 @@ def test_data_parallel_reduces_each_gradient_once():
     assert parts == {(("data",), "all-reduce"): pytest.approx(2 * expected)}
 
 
+def test_pmap_reduces_the_whole_gradient_in_float32_once():
+    config = dataclasses.replace(run_config(8, 1, 1), train=TrainConfig(batch_size=16, accumulate=2, parallel="pmap"))
+    assert traffic(config, 8) == {(("data",), "all-reduce"): 2 * 7 / 8 * 4 * (BLOCKS + TABLE + POSITIONS + VECTORS)}
+
+
 def test_fsdp_gathers_weights_forward_and_backward_and_scatters_gradients():
     """The tied table is gathered as float32 to look up, and as bfloat16 for the output product."""
     found = traffic(run_config(data=2, fsdp=4), 8)
@@ -324,7 +329,6 @@ def test_the_script_labels_its_numbers_and_writes_json(compiled, capsys):
         (["--card=rtx4090", "--hosts=2"], "--network_gbs is missing"),
         (["--against_host"], "there is one host"),
         (["--against_host", "--hosts=2", "--gin.engine.dtype=float32"], "bfloat16 only"),
-        (["--gin.train.parallel=pmap"], "train.parallel = 'pmap': plans are for 'jit'"),
         (["--gin.train.run_dir=x"], "train.run_dir would never be used"),
         (["--mfu=2"], "--mfu"),
     ],
