@@ -134,6 +134,14 @@ def test_evaluating_under_another_model_names_the_fields(trained):
     assert "n_layer: 1 != 2" in message
 
 
+def test_an_average_that_no_run_kept_is_refused(trained):
+    message = refused("eval.py", "--checkpoint", trained / "run", "--weights=average")
+    assert "has no averaged weights; a run keeps them with train.ema" in message
+    assert "auto, average, last" in refused("eval.py", "--checkpoint", trained / "run", "--weights=ema").replace(
+        "|", ", "
+    )
+
+
 def test_a_prompt_longer_than_the_context(trained):
     message = refused("generate.py", "--checkpoint", trained / "run", "--prompt", "x" * 40)
     assert "16" in message

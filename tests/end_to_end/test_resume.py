@@ -22,6 +22,7 @@ OPTIONS = dict(
     train__sample_every=10_000,
     train__accumulate=2,
     train__keep_last=1,
+    train__ema=0.95,
     ModelConfig__dropout=0.1,
     data__mask_documents=True,
 )
@@ -32,7 +33,7 @@ def final_state(run_dir, step=STEPS):
 
     folder = run_dir / "checkpoints"
     model = checkpoint.model_config(read_meta(folder, step))
-    config = RunConfig(model=model, train=TrainConfig())
+    config = RunConfig(model=model, train=TrainConfig(ema=0.95))
     return jax.device_get(restore_state(folder, step, abstract_state(config)))
 
 
