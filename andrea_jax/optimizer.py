@@ -84,27 +84,40 @@ def _muon(config: OptimizerConfig, model: ModelConfig, mesh: Mesh | None) -> opt
         weight_dimension_numbers=lambda _: map_specs(numbers, model),
     )
     if several(mesh):
-        orthogonal = _by_layers(orthogonal, mesh, model.n_layer)
+        orthogonal = _by_layers(orthogonal, mesh, model)
     return optax.chain(
         orthogonal, optax.stateless(lambda updates, _: jax.tree.map(lambda u, s: s * u, updates, scales))
     )
 
 
-def _by_layers(muon: optax.GradientTransformation, mesh: Mesh, n_layer: int) -> optax.GradientTransformation:
-    """The same, each device on whole matrices: those of its layers where `fsdp` and `tensor` divide them, or all.
+def _by_layers(muon: optax.GradientTransformation, mesh: Mesh, model: ModelConfig) -> optax.GradientTransformation:
+    """The same, each device on whole matrices: those of its layers where `fsdp`, `expert` and `tensor` divide them, or
+    all; of its own experts, which stay where they are.
 
     Left to itself, XLA sends every product of the Newton-Schulz steps.
     """
-    axes = tuple(axis for axis in ("fsdp", "tensor") if mesh.shape[axis] > 1)
-    while n_layer % math.prod(mesh.shape[axis] for axis in axes):
-        axes = axes[:-1]
-    layers, whole = PartitionSpec(axes or None), PartitionSpec()
-    state = MuonState(count=whole, mu=layers, ns_coeffs=whole)
+
+    def layers(*axes: str) -> tuple[str, ...] | None:
+        axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+        while model.n_layer % math.prod(mesh.shape[axis] for axis in axes):
+            axes = axes[:-1]
+        return axes or None
+
+    dense = PartitionSpec(layers("fsdp", "expert", "tensor"))
+    experts = PartitionSpec(layers("fsdp", "tensor"), "expert")
+
+    def lies(_: str, spec: Spec) -> Any:
+        if spec.matrix is None:
+            return optax.MaskedNode()
+        return experts if "expert" in spec.axes else dense
+
+    specs, whole = map_specs(lies, model), PartitionSpec()
+    state = MuonState(count=whole, mu=specs, ns_coeffs=whole)
     update = jax.shard_map(
         lambda updates, state: muon.update(updates, state),
         mesh=mesh,
-        in_specs=(layers, state),
-        out_specs=(layers, state),
+        in_specs=(specs, state),
+        out_specs=(specs, state),
         check_vma=False,
     )
     return optax.GradientTransformation(muon.init, lambda updates, state, params=None: update(updates, state))

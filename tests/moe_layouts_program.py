@@ -61,14 +61,22 @@ def collectives(model, mesh):
     )
 
 
-LAYOUTS = [MeshConfig(8), MeshConfig(1, 8), MeshConfig(1, 1, 8), MeshConfig(2, 2, 2)]
+LAYOUTS = [
+    MeshConfig(8),
+    MeshConfig(1, 8),
+    MeshConfig(1, 1, 8),
+    MeshConfig(expert=8),
+    MeshConfig(data=2, fsdp=2, expert=2),
+    MeshConfig(fsdp=2, expert=2, tensor=2),
+    MeshConfig(expert=4, tensor=2),
+]
 for model in (EXPERTS, TIGHT):
     config = run(model, MeshConfig(8))
     alone = jax.jit(lambda p, c=config: loss_and_gradient(p, BATCH, c, None))(
         sharded_init_state(config, run_mesh(config)).params
     )
     for layout in LAYOUTS:
-        assert_equal(gradient(model, layout), alone, layout)
+        import time; t0 = time.time(); assert_equal(gradient(model, layout), alone, layout); print(layout, time.time()-t0)
 
 # Experts over `tensor`: what they give is summed as the parts of a dense MLP are, and no token changes its device.
 split, dense = collectives(TIGHT, MeshConfig(1, 1, 8)), collectives(DENSE, MeshConfig(1, 1, 8))
