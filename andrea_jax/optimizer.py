@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import optax
-from jax.sharding import Mesh, PartitionSpec
-from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
+from jax.sharding import Mesh
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from andrea_jax.by_layers import by_layers
 from andrea_jax.config import ModelConfig
 from andrea_jax.parameters import Spec, decay_mask, map_specs
 from andrea_jax.settings import UserError, check_fields, setting
@@ -84,40 +85,7 @@ def _muon(config: OptimizerConfig, model: ModelConfig, mesh: Mesh | None) -> opt
         weight_dimension_numbers=lambda _: map_specs(numbers, model),
     )
     if several(mesh):
-        orthogonal = _by_layers(orthogonal, mesh, model)
+        orthogonal = by_layers(orthogonal, mesh, model)
     return optax.chain(
         orthogonal, optax.stateless(lambda updates, _: jax.tree.map(lambda u, s: s * u, updates, scales))
     )
-
-
-def _by_layers(muon: optax.GradientTransformation, mesh: Mesh, model: ModelConfig) -> optax.GradientTransformation:
-    """The same, each device on whole matrices: those of its layers where `fsdp`, `expert` and `tensor` divide them, or
-    all; of its own experts, which stay where they are.
-
-    Left to itself, XLA sends every product of the Newton-Schulz steps.
-    """
-
-    def layers(*axes: str) -> tuple[str, ...] | None:
-        axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-        while model.n_layer % math.prod(mesh.shape[axis] for axis in axes):
-            axes = axes[:-1]
-        return axes or None
-
-    dense = PartitionSpec(layers("fsdp", "expert", "tensor"))
-    experts = PartitionSpec(layers("fsdp", "tensor"), "expert")
-
-    def lies(_: str, spec: Spec) -> Any:
-        if spec.matrix is None:
-            return optax.MaskedNode()
-        return experts if "expert" in spec.axes else dense
-
-    specs, whole = map_specs(lies, model), PartitionSpec()
-    state = MuonState(count=whole, mu=specs, ns_coeffs=whole)
-    update = jax.shard_map(
-        lambda updates, state: muon.update(updates, state),
-        mesh=mesh,
-        in_specs=(specs, state),
-        out_specs=(specs, state),
-        check_vma=False,
-    )
-    return optax.GradientTransformation(muon.init, lambda updates, state, params=None: update(updates, state))

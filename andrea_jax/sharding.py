@@ -195,9 +195,10 @@ def add_parts(parts: jax.Array, mesh: Mesh, *axes: str | None) -> jax.Array:
 
     Over `fsdp` first: its devices keep their piece of the sum only, so that less is left to add over the copies.
     """
-    over = NamedSharding(mesh, PartitionSpec(*COPIES, *named(mesh, *axes).spec))
-    parts = parts.reshape(*(mesh.shape[axis] for axis in ROWS), *parts.shape[1:])
-    return constrain(jax.lax.with_sharding_constraint(parts.sum(1), over).sum((0, 1)), mesh, *axes)
+    over = NamedSharding(mesh, PartitionSpec(COPIES, *named(mesh, *axes).spec))
+    parts = parts.reshape(*(mesh.shape[axis] for axis in ROWS), *parts.shape[1:]).sum(1)
+    parts = jax.lax.with_sharding_constraint(parts.reshape(-1, *parts.shape[2:]), over)
+    return constrain(parts.sum(0), mesh, *axes)
 
 
 def spec_sharding(mesh: AnyMesh, axes: Sequence[str]) -> NamedSharding:
