@@ -1,4 +1,4 @@
-"""Muon over devices: each orthogonalises whole matrices, those of its part of the layers, then all have theirs again."""
+"""Muon over devices: each orthogonalises whole matrices, those of its part of the layers."""
 
 from __future__ import annotations
 

@@ -116,9 +116,10 @@ def check_divides(mesh: AnyMesh, model: ModelConfig, batch_size: int, accumulate
     """Raises UserError, before anything compiles, if a size does not divide over its part of the mesh."""
     rows = row_shards(mesh)
     if batch_size % (rows * accumulate):
-        by = f"{rows} devices" + (f" x train.accumulate = {accumulate}" if accumulate > 1 else "")
+        by = " x ".join(f"mesh.{axis}" for axis in ROWS) + f" = {rows} devices"
+        by += f" x train.accumulate = {accumulate}" if accumulate > 1 else ""
         raise UserError(
-            f"train.batch_size = {batch_size} does not divide over {' x '.join(f'mesh.{axis}' for axis in ROWS)} = {by}; "
+            f"train.batch_size = {batch_size} does not divide over {by}; "
             f"{-(-batch_size // (rows * accumulate)) * rows * accumulate} would"
         )
     check_model_divides(mesh, model)

@@ -1,13 +1,18 @@
 """Run by test_moe.py on 8 virtual devices: a model with experts on every kind of mesh, and what its devices send."""
 
 import collections
+import dataclasses
 import math
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from andrea_jax.checkpoint import open_for_saving, restore_state, save
 from andrea_jax.config import ModelConfig
+from andrea_jax.data.tokenizer import bytes_tokenizer
 from andrea_jax.engine import EngineConfig
 from andrea_jax.inspect.collectives import collectives_of
 from andrea_jax.inspect.traffic import traffic
@@ -15,7 +20,13 @@ from andrea_jax.optimizer import OptimizerConfig, make_optimizer
 from andrea_jax.parameters import init_params, named_specs
 from andrea_jax.sharding import MeshConfig, row_shards, spec_sharding
 from andrea_jax.train.config import RunConfig, TrainConfig
-from andrea_jax.train.parallel import compile_step, run_mesh, sharded_init_state, state_shardings
+from andrea_jax.train.parallel import (
+    compile_step,
+    run_mesh,
+    sharded_abstract_state,
+    sharded_init_state,
+    state_shardings,
+)
 from andrea_jax.train.state import init_state
 from andrea_jax.train.step import loss_and_gradient
 
@@ -46,9 +57,7 @@ BATCH = {
 
 def run(model, mesh, parts=1, parallel="jit", kind="adamw"):
     train = TrainConfig(batch_size=B, accumulate=parts, parallel=parallel)
-    return RunConfig(
-        model, train=train, optimizer=OptimizerConfig(kind), mesh=mesh, engine=EngineConfig(blocks="scan")
-    )
+    return RunConfig(model, train=train, optimizer=OptimizerConfig(kind), mesh=mesh, engine=EngineConfig(blocks="scan"))
 
 
 def gradient(config, placed=None):
@@ -115,14 +124,30 @@ assert_equal(directions[1], directions[0], "muon")
 moved = [c for c in sent(step, mesh)[0] if c.operand_bytes > 64]  # norms
 assert {(c.axes, c.kind) for c in moved} == {(("fsdp",), "all-to-all"), (("tensor",), "all-gather")}, moved
 
-losses = []
+states, losses = [], []
 for layout, parallel in ((MeshConfig(data=4, expert=2), "jit"), (MeshConfig(), "pmap")):
     config = run(BLOCKS, layout, parallel=parallel)
     mesh = run_mesh(config)
     state, metrics = compile_step(config, mesh)(sharded_init_state(config, mesh), BATCH)
     losses.append(float(metrics["loss"]))
+    states.append(state)
     np.testing.assert_allclose(
         np.abs(np.asarray(state.params["blocks"]["moe"]["router_bias"])).max(), 0.01, rtol=4 * ULP
     )
 np.testing.assert_allclose(losses[1], losses[0], rtol=16 * ULP)
+
+# What one mesh saved another restores, and saved by that a third.
+meta = {"model": dataclasses.asdict(BLOCKS), "tokenizer": bytes_tokenizer().to_dict(), "settings": {}, "tokens": 0}
+state = states[0]
+for layout in (MeshConfig(fsdp=2, expert=4), MeshConfig(expert=2, tensor=4), MeshConfig(fsdp=8)):
+    config = run(BLOCKS, layout)
+    mesh = run_mesh(config)
+    with tempfile.TemporaryDirectory() as folder:
+        with open_for_saving(Path(folder), 1) as manager:
+            save(manager, state, meta, None)
+        state = restore_state(Path(folder), 1, sharded_abstract_state(config, mesh))
+    w_1 = state.params["blocks"]["moe"]["w_1"]
+    assert w_1.sharding == spec_sharding(mesh, named_specs(BLOCKS)["blocks.moe.w_1"].axes), layout
+    assert w_1.addressable_shards[0].data.size == w_1.size // 8
+    jax.tree.map(np.testing.assert_array_equal, state, states[0])
 print(len(LAYOUTS) + 2, "layouts")

@@ -46,8 +46,8 @@ def _add_weight(
 ) -> None:
     """`gradient` and `uses`: bytes of a number's gradient, and of all that is gathered of it, in a step."""
     split = set(spec_sharding(plan_mesh(config.mesh, math.prod(sizes.values())), spec.axes).spec)
-    size = config.train.accumulate * math.prod(spec.shape)
-    size //= math.prod(sizes[axis] for axis in split & {"expert", "tensor"})
+    parts = math.prod(sizes[axis] for axis in split & {"expert", "tensor"})
+    size = config.train.accumulate * math.prod(spec.shape) / parts
     whole = [axis for axis in ROWS if axis not in split]
     if "fsdp" in split:
         sent[("fsdp",), "all-gather"] += _ring(sizes["fsdp"], uses * size)

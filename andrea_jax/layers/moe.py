@@ -78,7 +78,7 @@ def _axes(p: Mapping[str, Any]) -> dict[str, Any]:
     return axes | ({"shared": {name: SHARED[name] for name in p["shared"]}} if "shared" in p else {})
 
 
-def _usable(p: Mapping[str, Any], specs: Mapping[str, Any]) -> dict[str, Any]:
+def _usable(p: Mapping[str, Any], specs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Inside shard_map: whole over `fsdp`; of the parts that are added over `tensor` one has the output's bias."""
     p = jax.tree.map(gathered_here, p, specs)
     if jax.lax.axis_size("tensor") == 1:
