@@ -108,21 +108,35 @@ for model, layout, parts in LAYOUTS:
     often = (4 * L + 2) * parts if mesh.shape["tensor"] > 1 else 0
     assert sum(c.times for c in sums) == often, (layout, sums)
 
-# Muon: layers are dealt out where they can be, and of its own experts a device has all: nothing moves along `expert`.
-config = run(BLOCKS, MeshConfig(fsdp=2, expert=2, tensor=2), kind="muon")
+# Muon: four layers are dealt out over `fsdp` and `expert`, those of experts, which lie along that already, over `fsdp`
+# and `tensor`; along `expert` only what became of all others is sent.
+model = dataclasses.replace(BLOCKS, n_layer=4)
+config = run(model, MeshConfig(fsdp=2, expert=2, tensor=2), kind="muon")
 mesh = run_mesh(config)
-state, grads = init_state(config), init_params(jax.random.key(1), BLOCKS)
+start, grads = init_state(config), init_params(jax.random.key(1), model)
 directions = []
 for on, place in ((None, None), (mesh, state_shardings(config, mesh))):
-    optimizer = make_optimizer(config.optimizer, BLOCKS, on)
-    args = (grads, state.optimizer, state.params)
+    optimizer = make_optimizer(config.optimizer, model, on)
+    args = (grads, start.optimizer, start.params)
     shardings = place and (place.params, place.optimizer, place.params)
     args = args if place is None else jax.device_put(args, shardings)
     step = jax.jit(optimizer.update, out_shardings=shardings and shardings[:2]).lower(*args).compile()
     directions.append(step(*args))
 assert_equal(directions[1], directions[0], "muon")
 moved = [c for c in sent(step, mesh)[0] if c.operand_bytes > 64]  # norms
-assert {(c.axes, c.kind) for c in moved} == {(("fsdp",), "all-to-all"), (("tensor",), "all-gather")}, moved
+kinds = {
+    (("fsdp",), "all-to-all"),
+    (("tensor",), "all-to-all"),
+    (("tensor",), "all-gather"),
+    (("expert",), "all-gather"),
+}
+assert {(c.axes, c.kind) for c in moved} == kinds, moved
+parts = [
+    math.prod(spec_sharding(mesh, spec.axes).shard_shape(spec.shape)) // 2
+    for spec in named_specs(model).values()
+    if spec.matrix and "expert" not in spec.axes
+]
+assert sum(c.operand_bytes for c in moved if c.axes == ("expert",)) == 2 * 4 * sum(parts)  # directions and momentum
 
 states, losses = [], []
 for layout, parallel in ((MeshConfig(data=4, expert=2), "jit"), (MeshConfig(), "pmap")):
