@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 
-from andrea_jax.layers.moe import capacity
+from andrea_jax.layers.routing import capacity
 from andrea_jax.parameters import Spec, named_specs
 from andrea_jax.sharding import ROWS, mesh_shape, plan_mesh, spec_sharding
 from andrea_jax.train.config import RunConfig

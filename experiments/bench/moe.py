@@ -25,7 +25,8 @@ from timing import sample
 from andrea_jax.config import ModelConfig
 from andrea_jax.layers.expert_rows import expert_product, place_rows
 from andrea_jax.layers.mlp import mlp
-from andrea_jax.layers.moe import combine, dispatch, experts, moe, route
+from andrea_jax.layers.moe import combine, dispatch, experts, moe
+from andrea_jax.layers.routing import route
 from andrea_jax.parameters import abstract_params
 
 LOADS = ("even", "skewed")

@@ -1,4 +1,4 @@
-"""Steps with experts, compiled for eight H200s: what they send is what the formula says, and no layout computes more."""
+"""Steps with experts, compiled for eight H200s: they send what the formula says and compute no more than fsdp does."""
 
 import collections
 import functools
@@ -43,7 +43,9 @@ def step(layout):
 
 @pytest.mark.parametrize("layout", WIDE)
 def test_each_collective_moves_what_the_formula_says(layout):
-    """So tokens and the gradients of matrices move in bfloat16, and a gradient is scattered before copies add it."""
+    """So tokens and the gradients of matrices move in bfloat16, and a gradient is scattered before copies add it. Where
+    blocks are recomputed XLA gathers choices and their weights, 8 of 1,568 bytes a token each, three times for four.
+    """
     expected, found = traffic(run_config(layout), 8), collections.Counter()
     for collective in step(layout).collectives:
         found[collective.axes, collective.kind] += collective.sent
