@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from andrea_jax.config import ModelConfig
 from andrea_jax.engine import EngineConfig
-from andrea_jax.layers.moe import routing_loss
+from andrea_jax.layers.routing import routing_loss
 from andrea_jax.layers.scores import capped
 from andrea_jax.model import ENGINE, hidden_and_routing, output_matrix
 from andrea_jax.parameters import Params

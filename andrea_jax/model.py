@@ -14,9 +14,10 @@ from andrea_jax.layers.attention import Attend, attention, causal_attend
 from andrea_jax.layers.dropout import dropout, fold_in, row_keys
 from andrea_jax.layers.embedding import embedding
 from andrea_jax.layers.mlp import mlp
-from andrea_jax.layers.moe import Routing, moe
+from andrea_jax.layers.moe import moe
 from andrea_jax.layers.norm import norm
 from andrea_jax.layers.residual import enter_branch, leave_branch
+from andrea_jax.layers.routing import Routing
 from andrea_jax.layers.scores import capped
 from andrea_jax.parameters import Params
 from andrea_jax.settings import UserError

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import optax
-from jax.sharding import Mesh, PartitionSpec
-from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
+from jax.sharding import Mesh
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from andrea_jax.adafactor import adafactor
+from andrea_jax.by_layers import by_layers
 from andrea_jax.config import ModelConfig
 from andrea_jax.parameters import ROUTER, Spec, decay_mask, map_specs
 from andrea_jax.settings import UserError, check_fields, setting
@@ -128,25 +129,5 @@ def _muon(config: OptimizerConfig, model: ModelConfig, mesh: Mesh | None) -> opt
         weight_dimension_numbers=lambda _: map_specs(numbers, model),
     )
     if several(mesh):
-        orthogonal = _by_layers(orthogonal, mesh, model.n_layer)
+        orthogonal = by_layers(orthogonal, mesh, model)
     return optax.chain(orthogonal, _times(scales))
-
-
-def _by_layers(muon: optax.GradientTransformation, mesh: Mesh, n_layer: int) -> optax.GradientTransformation:
-    """The same, each device on whole matrices: those of its layers where `fsdp` and `tensor` divide them, or all.
-
-    Left to itself, XLA sends every product of the Newton-Schulz steps.
-    """
-    axes = tuple(axis for axis in ("fsdp", "tensor") if mesh.shape[axis] > 1)
-    while n_layer % math.prod(mesh.shape[axis] for axis in axes):
-        axes = axes[:-1]
-    layers, whole = PartitionSpec(axes or None), PartitionSpec()
-    state = MuonState(count=whole, mu=layers, ns_coeffs=whole)
-    update = jax.shard_map(
-        lambda updates, state: muon.update(updates, state),
-        mesh=mesh,
-        in_specs=(layers, state),
-        out_specs=(layers, state),
-        check_vma=False,
-    )
-    return optax.GradientTransformation(muon.init, lambda updates, state, params=None: update(updates, state))

@@ -1,8 +1,10 @@
 """How arrays lie on devices: one mesh, one table from the logical names of axes to its axes.
 
-Parameters and optimizer state are split over `fsdp` (embed) and `tensor` (heads, mlp, experts, vocabulary); batches
-over `data` and `fsdp`. A weight is made whole over `fsdp` where it is used, activations never are: those of a row of
-the batch stay with it (ZeRO, Rajbhandari et al. 2020; tensor parallelism, Shoeybi et al. 2019).
+Parameters and optimizer state are split over `fsdp` (embed) and `tensor` (heads, the width of MLPs, vocabulary), those
+of experts over `expert` too, of which all others are copies; batches over `data`, `fsdp` and `expert`. A weight is made
+whole over `fsdp` where it is used, activations never are: those of a row of the batch stay with it, but for tokens that
+go to their experts (ZeRO, Rajbhandari et al. 2020; tensor parallelism, Shoeybi et al. 2019; GShard, Lepikhin et al.
+2020).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard
 
 import jax
@@ -18,15 +20,20 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from andrea_jax.config import ModelConfig
-from andrea_jax.parameters import Spec
 from andrea_jax.settings import UserError, check_fields, setting
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor")  # neighbours of a later one are nearer
 AXIS_TYPES = (AxisType.Auto,) * len(AXES)
-ROWS = ("data", "fsdp")
+ROWS = ("data", "fsdp", "expert")
+COPIES = ("data", "expert")  # over which a tensor that is of no expert is whole
 AnyMesh = Mesh | AbstractMesh  # of devices that are there, or planned
-TENSOR = ("heads", "mlp", "expert", "vocab")
-RULES: dict[str | None, Any] = {"batch": ROWS, "embed": "fsdp", **dict.fromkeys(TENSOR, "tensor")}
+TENSOR = ("heads", "mlp", "expert_mlp", "vocab")
+RULES: dict[str | None, Any] = {
+    "batch": ROWS,
+    "embed": "fsdp",
+    "expert": "expert",
+    **dict.fromkeys(TENSOR, "tensor"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +44,7 @@ class MeshConfig:
     data: int = setting(-1, "groups of devices that hold whole copies of the state; -1: what the others leave")
     fsdp: int = setting(1, "devices over which parameters and optimizer state are split, and the batch too")
     tensor: int = setting(1, "devices over which heads, MLP and vocabulary are split")
+    expert: int = setting(1, "devices over which experts are split, and the batch too")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -44,31 +52,31 @@ class MeshConfig:
             if size < 1 and size != -1:
                 raise UserError(f"mesh.{name} = {size}: must be at least 1, or -1 for what the others leave")
         if dataclasses.astuple(self).count(-1) > 1:
-            raise UserError(f"{_text(dataclasses.astuple(self))}: only one of them can be -1")
+            raise UserError(f"{_text(_sizes(self))}: only one of them can be -1")
 
 
-def mesh_shape(config: MeshConfig, devices: int) -> tuple[int, int, int]:
-    """(data, fsdp, tensor) for a number of devices.
+def mesh_shape(config: MeshConfig, devices: int) -> dict[str, int]:
+    """The size of each of AXES for a number of devices.
 
     Raises:
         UserError: the sizes do not multiply to it.
     """
-    sizes = dataclasses.astuple(config)
-    known = math.prod(size for size in sizes if size != -1)
-    shape = tuple(devices // known if size == -1 else size for size in sizes)
-    if math.prod(shape) == devices:
+    sizes = _sizes(config)
+    shape = _filled(sizes, devices)
+    if math.prod(shape.values()) == devices:
         return shape
+    known = _known(sizes)
     there = f"there {'is 1 device' if devices == 1 else f'are {devices} devices'}"
-    if -1 in sizes:
+    if -1 in sizes.values():
         divisors = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
         raise UserError(f"{_text(sizes)}: {there}, which {known} does not divide; a product of {divisors} does")
-    others = config.fsdp * config.tensor
+    others = known // config.data
     right = f"; mesh.data = {devices // others} would be right" if devices % others == 0 else ""
     raise UserError(f"{_text(sizes)} takes {known} devices, and {there}{right}")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh over all devices, or those given; `tensor` neighbours are next to each other, then `fsdp`.
+    """The mesh over all devices, or those given; `tensor` neighbours are next to each other, then `expert`.
 
     Raises:
         UserError: the sizes do not multiply to their number.
@@ -80,24 +88,38 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         if devices[0].platform != "cpu":
             raise
         raise UserError(f"{error}. XLA_FLAGS=--xla_force_host_platform_device_count=8 makes a CPU 8 devices") from None
-    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=AXIS_TYPES)
+    return Mesh(np.asarray(devices).reshape(tuple(shape.values())), AXES, axis_types=AXIS_TYPES)
 
 
 def plan_mesh(config: MeshConfig, devices: int) -> AbstractMesh:
     """The mesh for as many devices as it takes, present or not; -1 stands for 1 where it does not fit the present."""
-    sizes = dataclasses.astuple(config)
-    known = math.prod(size for size in sizes if size != -1)
-    rest = devices // known if devices % known == 0 else 1
-    return AbstractMesh(tuple(rest if size == -1 else size for size in sizes), AXES, axis_types=AXIS_TYPES)
+    sizes = _sizes(config)
+    shape = _filled(sizes, devices if devices % _known(sizes) == 0 else 0)
+    return AbstractMesh(tuple(shape.values()), AXES, axis_types=AXIS_TYPES)
+
+
+def _sizes(config: MeshConfig) -> dict[str, int]:
+    return {axis: getattr(config, axis) for axis in AXES}
+
+
+def _known(sizes: dict[str, int]) -> int:
+    return math.prod(size for size in sizes.values() if size != -1)
+
+
+def _filled(sizes: dict[str, int], devices: int) -> dict[str, int]:
+    """The sizes, -1 replaced by what the others leave of the devices, at least 1."""
+    rest = max(1, devices // _known(sizes))
+    return {axis: rest if size == -1 else size for axis, size in sizes.items()}
 
 
 def check_divides(mesh: AnyMesh, model: ModelConfig, batch_size: int, accumulate: int = 1) -> None:
     """Raises UserError, before anything compiles, if a size does not divide over its part of the mesh."""
     rows = row_shards(mesh)
     if batch_size % (rows * accumulate):
-        by = f"{rows} devices" + (f" x train.accumulate = {accumulate}" if accumulate > 1 else "")
+        by = " x ".join(f"mesh.{axis}" for axis in ROWS) + f" = {rows} devices"
+        by += f" x train.accumulate = {accumulate}" if accumulate > 1 else ""
         raise UserError(
-            f"train.batch_size = {batch_size} does not divide over mesh.data x mesh.fsdp = {by}; "
+            f"train.batch_size = {batch_size} does not divide over {by}; "
             f"{-(-batch_size // (rows * accumulate)) * rows * accumulate} would"
         )
     check_model_divides(mesh, model)
@@ -105,16 +127,21 @@ def check_divides(mesh: AnyMesh, model: ModelConfig, batch_size: int, accumulate
 
 def check_model_divides(mesh: AnyMesh, model: ModelConfig) -> None:
     """`check_divides` without a batch."""
-    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
-    if model.d_model % fsdp:
-        right = f"mesh.fsdp = {math.gcd(model.d_model, fsdp)} would"
-        raise UserError(f"ModelConfig.d_model = {model.d_model} does not divide over mesh.fsdp = {fsdp}; {right}")
+    fsdp, expert, tensor = (mesh.shape[axis] for axis in ("fsdp", "expert", "tensor"))
+    if expert > 1 and model.n_expert is None:
+        raise UserError(f"mesh.expert = {expert} has no effect without ModelConfig.n_expert; mesh.data takes any model")
     heads = "ModelConfig.n_head" if model.n_kv_head is None else "ModelConfig.n_kv_head"
-    split = {heads: model.kv_heads, "the MLP's width": model.shared_dim, "ModelConfig.n_expert": model.n_expert or 0}
-    for what, size in split.items():
-        if size % tensor:
-            right = f"mesh.tensor = {math.gcd(size, tensor)} would"
-            raise UserError(f"{what} = {size} does not divide over mesh.tensor = {tensor}; {right}")
+    width = model.expert_dim if model.n_expert else 0
+    for what, size, axis, over in (
+        ("ModelConfig.d_model", model.d_model, "fsdp", fsdp),
+        ("ModelConfig.n_expert", model.n_expert or 0, "expert", expert),
+        (heads, model.kv_heads, "tensor", tensor),
+        ("the MLP's width", model.shared_dim, "tensor", tensor),
+        ("an expert's width", width, "tensor", tensor),
+    ):
+        if size % over:
+            right = f"mesh.{axis} = {math.gcd(size, over)} would"
+            raise UserError(f"{what} = {size} does not divide over mesh.{axis} = {over}; {right}")
     if model.padded_vocab_size % tensor:
         right = f"ModelConfig.vocab_multiple = {math.lcm(model.vocab_multiple, tensor)} pads it so that it does"
         raise UserError(
@@ -165,19 +192,28 @@ _use.defvjp(_use_forward, _use_backward)
 
 
 def add_parts(parts: jax.Array, mesh: Mesh, *axes: str | None) -> jax.Array:
-    """The sum of the parts [data * fsdp, ...] that the devices have of an array whose axes have these logical names.
+    """The sum of the parts [data * fsdp * expert, ...] that the devices have of an array with these logical axes.
 
-    Over `fsdp` first: its devices keep their piece of the sum only, so that less is left to add over `data`.
+    Over `fsdp` first: its devices keep their piece of the sum only, so that less is left to add over the copies.
     """
-    over = NamedSharding(mesh, PartitionSpec("data", *named(mesh, *axes).spec))
-    parts = parts.reshape(mesh.shape["data"], mesh.shape["fsdp"], *parts.shape[1:])
-    return constrain(jax.lax.with_sharding_constraint(parts.sum(1), over).sum(0), mesh, *axes)
+    over = NamedSharding(mesh, PartitionSpec(COPIES, *named(mesh, *axes).spec))
+    parts = parts.reshape(*(mesh.shape[axis] for axis in ROWS), *parts.shape[1:]).sum(1)
+    parts = jax.lax.with_sharding_constraint(parts.reshape(-1, *parts.shape[2:]), over)
+    return constrain(parts.sum(0), mesh, *axes)
 
 
-def spec_sharding(mesh: AnyMesh, spec: Spec) -> NamedSharding:
-    """Where one tensor lies. Vectors are not split over `fsdp`: gathering them would cost more than they take."""
-    matrix = sum(axis != "layer" for axis in spec.axes) > 1
-    return named(mesh, *(axis if matrix or axis != "embed" else None for axis in spec.axes))
+def spec_sharding(mesh: AnyMesh, axes: Sequence[str]) -> NamedSharding:
+    """Where a tensor of these axes lies. Vectors are not split over `fsdp`: gathering them would cost more than they
+    take."""
+    matrix = sum(axis != "layer" for axis in axes) > 1
+    return named(mesh, *(axis if matrix or axis != "embed" else None for axis in axes))
+
+
+def gathered_here(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Inside shard_map: a device's part of a weight, whole over `fsdp`; of its gradient each gets its part again."""
+    if "fsdp" not in spec or jax.lax.axis_size("fsdp") == 1:
+        return weight
+    return jax.lax.all_gather(weight, "fsdp", axis=spec.index("fsdp"), tiled=True)
 
 
 def bytes_on_device(x: Any) -> int:
@@ -202,9 +238,9 @@ def place_batch(rows: dict[str, Any], mesh: Mesh, batch_size: int) -> dict[str, 
 
 
 def mesh_text(mesh: AnyMesh) -> str:
-    """`mesh.data = 1 x mesh.fsdp = 8 x mesh.tensor = 1`."""
-    return _text(tuple(mesh.shape.values()))
+    """`mesh.data = 1 x mesh.fsdp = 8 x mesh.expert = 1 x mesh.tensor = 1`."""
+    return _text(mesh.shape)
 
 
-def _text(sizes: Sequence[int]) -> str:
-    return " x ".join(f"mesh.{name} = {size}" for name, size in zip(AXES, sizes, strict=True))
+def _text(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"mesh.{name} = {size}" for name, size in sizes.items())

@@ -48,7 +48,7 @@ def test_the_state_lies_as_each_mesh_says(found):
     split = [math.prod((mesh.fsdp, mesh.tensor)) for _, mesh in MESHES[1:]]
     expected = [[devices, 1 / parts] for (devices, _), parts in zip(MESHES[1:], split, strict=True)]
     assert [move["lies"] for move in found["moves"]] == [*expected, [4, 1.0]]
-    assert found["saved_from"] == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert found["saved_from"] == {"data": 1, "fsdp": 8, "expert": 1, "tensor": 1}
 
 
 def test_the_next_loss_is_equal_to_rounding(found):

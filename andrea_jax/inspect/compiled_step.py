@@ -14,7 +14,7 @@ from andrea_jax.inspect.compile_for import described_gpus, kernels_as_on
 from andrea_jax.inspect.product_flops import product_flops
 from andrea_jax.layers.attention import check_attention, choose_back_end
 from andrea_jax.settings import UserError
-from andrea_jax.sharding import MeshConfig, bytes_on_device, check_divides, make_mesh, mesh_shape, named
+from andrea_jax.sharding import ROWS, MeshConfig, bytes_on_device, check_divides, make_mesh, mesh_shape, named
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.parallel import lower_step, sharded_abstract_state
 
@@ -115,16 +115,18 @@ def on_gpus(config: RunConfig) -> RunConfig:
 
 
 def on_one_host(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, Cluster]:
-    """The same run on one of the hosts: as many windows a GPU, `data` smaller first, then `fsdp`.
+    """The same run on one of the hosts: as many windows a GPU, `data` smaller first, then `fsdp`, then `expert`.
 
     Raises:
         UserError: a mesh whose `tensor` axis crosses hosts.
     """
-    data, fsdp, tensor = mesh_shape(config.mesh, cluster.devices)
-    fewer = math.gcd(data, cluster.hosts)
-    rest = cluster.hosts // fewer
-    if fsdp % rest:
-        raise UserError(f"mesh.tensor = {tensor} crosses hosts of {cluster.gpus} GPUs: no such run fits on one host")
+    mesh, rest = mesh_shape(config.mesh, cluster.devices), cluster.hosts
+    for axis in ROWS:
+        fewer = math.gcd(mesh[axis], rest)
+        mesh[axis], rest = mesh[axis] // fewer, rest // fewer
+    if rest > 1:
+        crosses = f"mesh.tensor = {mesh['tensor']} crosses hosts of {cluster.gpus} GPUs"
+        raise UserError(f"{crosses}: no such run fits on one host")
     train = dataclasses.replace(config.train, batch_size=config.train.batch_size // cluster.hosts)
-    mesh = MeshConfig(data // fewer, fsdp // rest, tensor)
-    return dataclasses.replace(config, train=train, mesh=mesh), dataclasses.replace(cluster, hosts=1)
+    one = dataclasses.replace(config, train=train, mesh=MeshConfig(**mesh))
+    return one, dataclasses.replace(cluster, hosts=1)

@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from andrea_jax.layers.expert_rows import BEYOND
+
 HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) .*\{$")
 INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
@@ -110,9 +112,11 @@ def executed(
 
 
 def trips(i: Instruction) -> int:
-    """How often what `i` calls runs each time that `i` runs."""
+    """How often what `i` calls runs each time that `i` runs: never, if it is for uneven loads of experts alone."""
     if i.opcode != "while":
         return 1
+    if BEYOND in i.attribute(r'op_name="([^"]*)"'):
+        return 0
     count = i.attribute(r'"known_trip_count":\{"n":"(\d+)"')
     if not count:
         raise ValueError(f"{i.name}: a loop whose trip count is not known")

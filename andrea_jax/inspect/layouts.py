@@ -38,7 +38,7 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return dict(zip(AXES, mesh_shape(self.mesh, self.devices), strict=True))
+        return mesh_shape(self.mesh, self.devices)
 
     def __str__(self) -> str:
         split = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)

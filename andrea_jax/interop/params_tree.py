@@ -32,5 +32,5 @@ def fitted(params: Mapping[str, Any], config: ModelConfig) -> Params:
 
 def split_axes(spec: Spec) -> tuple[str | None, ...]:
     """The logical names of a tensor's axes, None for those that no mesh splits; RULES make `spec_sharding` of them."""
-    by = spec_sharding(ANY_MESH, spec).spec
+    by = spec_sharding(ANY_MESH, spec.axes).spec
     return tuple(axis if mesh_axis else None for axis, mesh_axis in zip(spec.axes, by, strict=True))

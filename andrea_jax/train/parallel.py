@@ -53,7 +53,8 @@ def planned_mesh(config: RunConfig) -> AbstractMesh:
 
 def _check_pmap(config: RunConfig, mesh: AnyMesh) -> None:
     if config.train.parallel == "pmap" and mesh.shape["data"] != mesh.size:
-        split = " and ".join(f"mesh.{axis} = {mesh.shape[axis]}" for axis in ("fsdp", "tensor") if mesh.shape[axis] > 1)
+        others = {axis: size for axis, size in mesh.shape.items() if axis != "data" and size > 1}
+        split = " and ".join(f"mesh.{axis} = {size}" for axis, size in others.items())
         raise UserError(f"train.parallel = 'pmap' runs over mesh.data alone, not {split}; 'jit' runs over any mesh")
 
 
@@ -71,7 +72,7 @@ def state_shardings(config: RunConfig, mesh: AnyMesh) -> State:
 
     def place(path: Any, x: Any) -> NamedSharding:
         name = None if config.train.parallel == "pmap" else owner(path, x, specs)
-        return whole if name is None else spec_sharding(mesh, specs[name])
+        return whole if name is None else spec_sharding(mesh, specs[name].axes)
 
     return jax.tree.map_with_path(place, abstract_state(config))
 

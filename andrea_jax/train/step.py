@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from andrea_jax.layers.dropout import row_keys
-from andrea_jax.layers.moe import Routing, move_router_bias, no_routing, routing_metrics
+from andrea_jax.layers.routing import Routing, move_router_bias, no_routing, routing_metrics
 from andrea_jax.loss import Batch, loss_fn
 from andrea_jax.optimizer import make_optimizer
 from andrea_jax.parameters import Params

@@ -25,7 +25,8 @@ from timing import sample
 from andrea_jax.config import ModelConfig
 from andrea_jax.layers.expert_rows import expert_product, place_rows
 from andrea_jax.layers.mlp import mlp
-from andrea_jax.layers.moe import combine, dispatch, experts, moe, route
+from andrea_jax.layers.moe import combine, dispatch, experts, moe
+from andrea_jax.layers.routing import route
 from andrea_jax.parameters import abstract_params
 
 LOADS = ("even", "skewed")
@@ -50,8 +51,7 @@ def timings(config: ModelConfig, rows: int, load: str, samples: int, dtype: Any)
     choice, _ = jax.jit(partial(route, config=config))(p, x)
     place = jax.jit(lambda e: place_rows(e, E, None)._replace(blocks=0))
     blocks = place_rows(choice.experts_BTK, E, None).blocks
-    placed = place(choice.experts_BTK)._replace(blocks=blocks)
-    arrays = placed._replace(blocks=None)
+    arrays = place(choice.experts_BTK)._replace(blocks=None, even=None)
     x_ZRD = jax.jit(lambda x, r: dispatch(x, r._replace(blocks=blocks), K))(x, arrays)
     y_ZRD = jax.jit(lambda p, x, r: experts(p, x, r, config, "auto"))(p, x_ZRD, arrays)
     counts = jnp.bincount(jnp.ravel(choice.experts_BTK), length=E).astype(jnp.int32)

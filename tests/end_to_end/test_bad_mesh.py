@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
         (dict(mesh__tensor=0), "mesh.tensor = 0: must be at least 1"),
         (
             dict(train__batch_size=12),
-            "train.batch_size = 12 does not divide over mesh.data x mesh.fsdp = 8 devices; 16",
+            "train.batch_size = 12 does not divide over mesh.data x mesh.fsdp x mesh.expert = 8 devices; 16",
         ),
         (dict(train__batch_size=8, train__accumulate=2), "8 devices x train.accumulate = 2; 16 would"),
         (dict(mesh__fsdp=8, ModelConfig__d_model=20), "d_model = 20 does not divide over mesh.fsdp = 8; mesh.fsdp = 4"),

@@ -109,7 +109,7 @@ def test_an_interrupt_leaves_nothing_behind(flags, temporary):
         ("--steps=4", "steps"),
         ("--kill=politely", "politely"),
         ("--devices=many", "--devices=many: expected a number of devices"),
-        ("--devices=8,3", "train.batch_size = 4 does not divide over mesh.data x mesh.fsdp = 8"),
+        ("--devices=8,3", "train.batch_size = 4 does not divide over mesh.data x mesh.fsdp x mesh.expert = 8"),
         ("--devices=2:fsdp=3", "mesh.fsdp = 3"),
         ("--gin.train.save_every=3", "chosen by this script"),
     ],

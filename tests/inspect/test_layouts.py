@@ -26,6 +26,13 @@ def test_counts_meshes_and_pmap_are_read():
     assert [layout.parallel for layout in found] == ["jit", "jit", "pmap", "jit"]
 
 
+def test_experts_have_an_axis():
+    model = dataclasses.replace(CONFIG.model, n_expert=4)
+    (layout,) = parse_layouts("4:expert=2:tensor=2", dataclasses.replace(CONFIG, model=model), CPU)
+    assert str(layout) == "4 (expert 2 x tensor 2)"
+    assert layout.changes()["mesh"] == {"data": -1, "fsdp": 1, "tensor": 2, "expert": 2}
+
+
 def test_without_devices_the_settings_decide():
     (layout,) = parse_layouts("", dataclasses.replace(CONFIG, mesh=MeshConfig()), GPUS)
     assert (layout.devices, str(layout)) == (4, "4 (data 4)")
@@ -50,7 +57,8 @@ def test_virtual_devices_on_cpu_and_the_first_ones_of_gpus():
         ("4:rows=2", "--devices=4:rows=2: expected"),
         ("4:fsdp=two", "expected"),
         ("8:fsdp=3", "mesh.fsdp = 3"),
-        ("3", "train.batch_size = 8 does not divide over mesh.data x mesh.fsdp = 3"),
+        ("3", "train.batch_size = 8 does not divide over mesh.data x mesh.fsdp x mesh.expert = 3"),
+        ("8:expert=2", "mesh.expert = 2 has no effect without ModelConfig.n_expert"),
         ("8:tensor=8", "ModelConfig.n_head = 4 does not divide over mesh.tensor = 8"),
     ],
 )

@@ -152,13 +152,13 @@ MODEL = ModelConfig(vocab_size=100, context_length=10, d_model=8, n_layer=3, n_h
 BLOCKS, TABLE, POSITIONS, VECTORS = 3 * 12 * 64, 800, 80, (3 * 4 + 2) * 8  # parameters
 
 
-def run_config(data=1, fsdp=1, tensor=1, batch_size=16, model=MODEL, accumulate=1, kind="adamw", **engine):
+def run_config(data=1, fsdp=1, tensor=1, expert=1, batch_size=16, model=MODEL, accumulate=1, kind="adamw", **engine):
     return RunConfig(
         model=model,
         train=TrainConfig(batch_size=batch_size, accumulate=accumulate, steps=7200),
         optimizer=OptimizerConfig(kind),
         engine=EngineConfig(**{"dtype": "bfloat16", **engine}),
-        mesh=MeshConfig(data, fsdp, tensor),
+        mesh=MeshConfig(data, fsdp, tensor, expert),
     )
 
 
@@ -203,6 +203,46 @@ def test_tensor_parallel_reduces_activations_four_times_a_block_and_five_where_i
     assert again == {(("tensor",), "all-reduce"): pytest.approx(2 * 1 / 2 * activations * (3 * 5 * 2 + 4 + 2))}
 
 
+MIXTURE = dataclasses.replace(MODEL, n_expert=4, expert_size=6, gated=True)
+PARTS = 3 * 4 * 3 * 8 * 6  # parameters of its experts
+ROUTERS = 3 * 8 * 4
+
+
+def test_experts_gradients_are_reduced_over_data_alone_and_their_tokens_travel_along_expert():
+    found = traffic(run_config(data=2, expert=4, model=MIXTURE), 8)
+    tokens, row = 3 * 16 / 2 * 10, 2 * 8  # of a group of four, in all blocks; bytes of one
+    assert found == {
+        (("data",), "all-reduce"): pytest.approx(2 * 1 / 2 * 2 * PARTS / 4),
+        (("expert",), "all-gather"): pytest.approx(3 / 4 * tokens * (2 * row + 2 * (4 + 4))),
+        (("expert",), "reduce-scatter"): pytest.approx(3 / 4 * tokens * (2 * row + 2 * 4)),
+        (("data", "expert"), "all-reduce"): pytest.approx(
+            2 * 7 / 8 * (2 * (BLOCKS - 3 * 8 * 64) + 4 * (TABLE + POSITIONS + VECTORS + ROUTERS))
+        ),
+    }
+
+
+@pytest.mark.parametrize(("remat", "times"), [("none", 4), ("block", 6)])
+def test_places_are_sent_full_or_not_and_again_where_blocks_are_recomputed(remat, times):
+    """ceil(1.1 x 2 x 10 / 4) = 6 places in each of 4 experts for each of a device's 4 rows."""
+    model = dataclasses.replace(MIXTURE, capacity_factor=1.1)
+    found = traffic(run_config(expert=4, model=model, remat=remat), 4)
+    assert found[("expert",), "all-to-all"] == pytest.approx(times * 3 / 4 * 3 * 4 * 4 * 6 * 2 * 8)
+    assert (("expert",), "all-gather") not in found
+
+
+def test_a_mixture_over_fsdp_and_tensor_sends_what_a_dense_model_does():
+    """The router in float32; its gradient, of which each device of `tensor` has a part, is added over that too."""
+    found = traffic(run_config(fsdp=2, tensor=2, model=MIXTURE), 4)
+    dense = traffic(run_config(fsdp=2, tensor=2, model=dataclasses.replace(MODEL, mlp_size=1)), 4)
+    assert found[("tensor",), "all-reduce"] == pytest.approx(
+        dense[("tensor",), "all-reduce"] + 2 * 1 / 2 * 4 * ROUTERS / 2
+    )
+    matrices = 2 * (PARTS - 3 * 2 * 8) / 2
+    more = {kind: found[("fsdp",), kind] - dense[("fsdp",), kind] for kind in ("all-gather", "reduce-scatter")}
+    assert more["all-gather"] == pytest.approx(1 / 2 * 2 * (matrices + 4 * ROUTERS))
+    assert more["reduce-scatter"] == pytest.approx(1 / 2 * (matrices + 4 * ROUTERS))
+
+
 def test_time_of_a_ring_is_that_of_its_slowest_link():
     """30 GB within a host at 10 GB/s; 12 GB over rings with two GPUs on a host, 6 GB with one, at 1 GB/s each."""
     inside = Collective("all-gather", ("fsdp",), 4, 4, 10 * 10**9, 1)
@@ -221,7 +261,13 @@ def test_auto_is_what_it_is_on_a_gpu_and_what_cudnn_cannot_run_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "hosts", "expected"), [((8, 2, 1), 2, (4, 2, 1)), ((2, 8, 2), 8, (1, 2, 2)), ((-1, 2, 1), 4, (2, 2, 1))]
+    ("mesh", "hosts", "expected"),
+    [
+        ((8, 2, 1), 2, (4, 2, 1, 1)),
+        ((2, 8, 2), 8, (1, 2, 2, 1)),
+        ((-1, 2, 1), 4, (2, 2, 1, 1)),
+        ((2, 2, 2, 8), 8, (1, 1, 2, 4)),
+    ],
 )
 def test_one_host_has_a_share_of_the_mesh_and_of_the_batch(mesh, hosts, expected):
     gpus = int(np.prod(expected))

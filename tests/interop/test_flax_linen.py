@@ -116,7 +116,7 @@ def test_partition_specs_are_those_of_sharding(config):
     mesh = plan_mesh(MeshConfig(1, 2, 2), 4)
     is_spec = lambda x: isinstance(x, jax.sharding.PartitionSpec)  # noqa: E731
     by_name = {path_name(path): spec for path, spec in jax.tree.leaves_with_path(found, is_leaf=is_spec)}
-    assert by_name == {name: spec_sharding(mesh, spec).spec for name, spec in named_specs(config).items()}
+    assert by_name == {name: spec_sharding(mesh, spec.axes).spec for name, spec in named_specs(config).items()}
     assert nn.unbox(boxed)["params"] == abstract_params(config)
     ours = program(lambda p: model_forward(p, TOKENS, config), abstract_params(config))
     assert program(lambda boxed: model.apply(boxed, TOKENS), boxed) == ours

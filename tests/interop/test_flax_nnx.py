@@ -9,7 +9,7 @@ from reference_model import SEGMENTS, TOKENS, VARIANTS, drawn, tiny
 
 from andrea_jax.engine import EngineConfig
 from andrea_jax.interop.flax_nnx import Andrea, on_states, params_of
-from andrea_jax.layers.moe import move_router_bias
+from andrea_jax.layers.routing import move_router_bias
 from andrea_jax.loss import loss_fn
 from andrea_jax.model import model_forward
 from andrea_jax.optimizer import OptimizerConfig, make_optimizer
@@ -184,14 +184,14 @@ def test_partition_specs_are_those_of_sharding(config):
     mesh = plan_mesh(MeshConfig(1, 2, 2), 4)
     is_spec = lambda x: isinstance(x, jax.sharding.PartitionSpec)  # noqa: E731
     by_name = {path_name(path): spec for path, spec in jax.tree.leaves_with_path(found, is_leaf=is_spec)}
-    assert by_name == {name: spec_sharding(mesh, spec).spec for name, spec in named_specs(config).items()}
+    assert by_name == {name: spec_sharding(mesh, spec.axes).spec for name, spec in named_specs(config).items()}
 
 
 def test_over_a_mesh_parameters_and_activations_lie_as_sharding_says():
     config, mesh = tiny(vocab_multiple=2), plan_mesh(MeshConfig(1, 2, 2), 4)
 
     def ours(params):
-        held = map_specs(lambda name, spec: (spec_sharding(mesh, spec),), config)
+        held = map_specs(lambda name, spec: (spec_sharding(mesh, spec.axes),), config)
         params = jax.tree.map(lambda x, held: jax.lax.with_sharding_constraint(x, *held), params, held)
         return model_forward(params, TOKENS, config, mesh=mesh)
 

@@ -1,0 +1,83 @@
+"""Muon over devices: each orthogonalises whole matrices, those of its part of the layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, PartitionSpec
+from optax.contrib import MuonState
+
+from andrea_jax.config import ModelConfig
+from andrea_jax.parameters import Spec, map_specs
+from andrea_jax.sharding import spec_sharding
+
+
+def by_layers(muon: optax.GradientTransformation, mesh: Mesh, model: ModelConfig) -> optax.GradientTransformation:
+    """The same, the layers of each tensor dealt out over `fsdp`, `expert` and `tensor` where these divide them, else
+    gathered; experts stay on their devices.
+
+    Left to itself, XLA sends every product of the Newton-Schulz steps.
+    """
+
+    def lies(_: str, spec: Spec) -> Any:
+        return optax.MaskedNode() if spec.matrix is None else spec_sharding(mesh, spec.axes).spec
+
+    specs, whole = map_specs(lies, model), PartitionSpec()
+    state_specs = MuonState(count=whole, mu=specs, ns_coeffs=whole)
+
+    def local(updates: Any, state: Any) -> Any:
+        def deal(tree: Any) -> Any:
+            return jax.tree.map(lambda x, spec: _deal(x, spec, *_axes(mesh, spec, model.n_layer)), tree, specs)
+
+        def collect(tree: Any) -> Any:
+            return jax.tree.map(lambda x, spec: _collect(x, spec, *_axes(mesh, spec, model.n_layer)), tree, specs)
+
+        updates, state = muon.update(deal(updates), state._replace(mu=deal(state.mu)))
+        return collect(updates), state._replace(mu=collect(state.mu))
+
+    update = jax.shard_map(
+        local, mesh=mesh, in_specs=(specs, state_specs), out_specs=(specs, state_specs), check_vma=False
+    )
+    return optax.GradientTransformation(muon.init, lambda updates, state, params=None: update(updates, state))
+
+
+def _axes(mesh: Mesh, spec: PartitionSpec, n_layer: int) -> tuple[list[str], list[str]]:
+    """The axes over which a tensor's layers are dealt out, and those over which it is gathered."""
+    axes = [axis for axis in mesh.axis_names if axis != "data" and mesh.shape[axis] > 1]
+    axes = [axis for axis in axes if axis != "expert" or axis not in spec]
+    dealt = axes
+    while n_layer % math.prod(mesh.shape[axis] for axis in dealt):
+        dealt = dealt[:-1]
+    return dealt, [axis for axis in axes[len(dealt) :] if axis in spec]
+
+
+def _deal(x: jax.Array, spec: PartitionSpec, dealt: list[str], gathered: list[str]) -> jax.Array:
+    """Whole matrices of some layers, from parts of all. Where an axis has copies, each takes its layers of them."""
+    for axis in dealt:
+        split = axis in spec
+        x = jax.lax.all_to_all(x, axis, 0, spec.index(axis), tiled=True) if split else _own(x, axis, 0)
+    for axis in gathered:
+        x = jax.lax.all_gather(x, axis, axis=spec.index(axis), tiled=True)
+    return x
+
+
+def _collect(x: jax.Array, spec: PartitionSpec, dealt: list[str], gathered: list[str]) -> jax.Array:
+    """What `_deal` was given."""
+    for axis in gathered:
+        x = _own(x, axis, spec.index(axis))
+    for axis in reversed(dealt):
+        split = axis in spec
+        x = jax.lax.all_to_all(x, axis, spec.index(axis), 0, tiled=True) if split else _all_layers(x, axis)
+    return x
+
+
+def _own(x: jax.Array, axis: str, dimension: int) -> jax.Array:
+    size = x.shape[dimension] // jax.lax.axis_size(axis)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, dimension)
+
+
+def _all_layers(x: jax.Array, axis: str) -> jax.Array:
+    return jax.lax.all_gather(x, axis, axis=0, tiled=True)
