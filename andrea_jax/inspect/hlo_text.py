@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from andrea_jax.layers.expert_rows import BEYOND
+from andrea_jax.layers.expert_product import BEYOND
 
 HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) .*\{$")
 INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")

@@ -1,18 +1,11 @@
-"""Tokens sorted by expert into blocks of rows of static shape, and the product of each block with its expert's matrix.
-
-`jax.lax.ragged_dot` would do without blocks, but XLA expands it, on CPU (jax 0.10 to 0.12) and compiled for an H200
-(jax 0.10.2), to a product with all experts: E times the work, and an E times larger copy of the tokens.
-"""
+"""Tokens sorted by expert into blocks of rows of static shape."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-BEYOND = "beyond_an_even_share"  # the name of loops that do not run where the load is even
 
 
 class Rows(NamedTuple):
@@ -80,60 +73,3 @@ def _exchange_backward(indices: Any, dy_RD: Any) -> Any:
 
 
 exchange.defvjp(_exchange_forward, _exchange_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def expert_product(
-    x_ZRD: jax.Array, w_EDF: jax.Array, expert_Z: jax.Array | None, even: int | None = None
-) -> jax.Array:
-    """x w[expert] of each block, 0 of an empty one; one after the other, so that no matrix is copied for each.
-
-    The first `even` blocks are always multiplied (None: all), later ones where they are not empty.
-    """
-    if expert_Z is None:
-        return jnp.einsum("erd,edf->erf", x_ZRD, w_EDF)
-
-    def add(z: Any, y_ZRF: jax.Array) -> jax.Array:
-        return _put(y_ZRF, _at(x_ZRD, z) @ _at(w_EDF, expert_Z[z]), z)
-
-    return _each_block(add, jnp.zeros((*x_ZRD.shape[:2], w_EDF.shape[2]), x_ZRD.dtype), expert_Z, len(w_EDF), even)
-
-
-def _product_forward(x_ZRD: Any, w_EDF: Any, expert_Z: Any, even: Any) -> Any:
-    return expert_product(x_ZRD, w_EDF, expert_Z, even), (x_ZRD, w_EDF, expert_Z)
-
-
-def _product_backward(even: Any, saved: Any, dy_ZRF: Any) -> Any:
-    x_ZRD, w_EDF, expert_Z = saved
-    dx_ZRD = expert_product(dy_ZRF, w_EDF.swapaxes(1, 2), expert_Z, even)
-    product = partial(jnp.matmul, preferred_element_type=jnp.float32)
-    if expert_Z is None:
-        return dx_ZRD, product(x_ZRD.swapaxes(1, 2), dy_ZRF).astype(w_EDF.dtype), None
-
-    def add(z: Any, dw_EDF: jax.Array) -> jax.Array:
-        e = jnp.minimum(expert_Z[z], len(w_EDF) - 1)
-        return _put(dw_EDF, _at(dw_EDF, e) + product(_at(x_ZRD, z).T, _at(dy_ZRF, z)), e)
-
-    dw_EDF = _each_block(add, jnp.zeros(w_EDF.shape, jnp.float32), expert_Z, len(w_EDF), even)
-    return dx_ZRD, dw_EDF.astype(w_EDF.dtype), None
-
-
-expert_product.defvjp(_product_forward, _product_backward)
-
-
-def _each_block(add: Any, start: jax.Array, expert_Z: jax.Array, E: int, even: int | None) -> jax.Array:
-    """add(z, sum) for block after block. The second loop, whose count a GPU has to be asked for, seldom runs."""
-    even = len(expert_Z) if even is None else even
-    total = jax.lax.fori_loop(0, even, add, start)
-    if even == len(expert_Z):
-        return total
-    with jax.named_scope(BEYOND):
-        return jax.lax.fori_loop(even, jnp.maximum(even, (expert_Z < E).sum()), add, total)
-
-
-def _at(x: jax.Array, z: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x, z, keepdims=False)
-
-
-def _put(x: jax.Array, part: jax.Array, z: Any) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(x, part, z, 0)  # in place; .at.add would scatter

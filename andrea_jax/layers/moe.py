@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from andrea_jax.config import ModelConfig
-from andrea_jax.layers.expert_rows import Rows, exchange, expert_product, place_rows
+from andrea_jax.layers.expert_product import expert_product
+from andrea_jax.layers.expert_rows import Rows, exchange, place_rows
 from andrea_jax.layers.mlp import activated, mlp
 from andrea_jax.layers.routing import Choice, Routing, capacity, route
 from andrea_jax.sharding import constrain, gathered_here, named, several, spec_sharding

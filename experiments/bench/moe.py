@@ -23,7 +23,8 @@ from rich.table import Table
 from timing import sample
 
 from andrea_jax.config import ModelConfig
-from andrea_jax.layers.expert_rows import expert_product, place_rows
+from andrea_jax.layers.expert_product import expert_product
+from andrea_jax.layers.expert_rows import place_rows
 from andrea_jax.layers.mlp import mlp
 from andrea_jax.layers.moe import combine, dispatch, experts, moe
 from andrea_jax.layers.routing import route

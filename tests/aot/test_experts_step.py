@@ -3,11 +3,16 @@
 import collections
 import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
+from bench.hlo_kernels import bytes_of, total
 
 from andrea_jax import EngineConfig, ModelConfig
+from andrea_jax.inspect.compile_for import compile_for
 from andrea_jax.inspect.compiled_step import Cluster, compiled_step
 from andrea_jax.inspect.traffic import traffic
+from andrea_jax.layers.expert_product import expert_product
 from andrea_jax.optimizer import OptimizerConfig
 from andrea_jax.sharding import MeshConfig
 from andrea_jax.train.config import RunConfig, TrainConfig
@@ -59,5 +64,21 @@ def test_each_collective_moves_what_the_formula_says(layout):
 
 @pytest.mark.parametrize("layout", WIDE)
 def test_no_layout_computes_more_than_fsdp_alone(layout):
+    """A little less where experts lie over devices: the gradients of blocks are added by a product with all of them."""
     alone = step(layout.partition(" ")[0] + " over fsdp")
-    assert step(layout).flops == pytest.approx(alone.flops, rel=0.01)
+    assert 0.97 * alone.flops < step(layout).flops < 1.01 * alone.flops
+
+
+def test_blocks_go_through_their_experts_at_once():
+    """40 blocks of 512 rows, 8 experts of 768 x 768: a loop over the blocks launches 200 kernels and moves 802 MB
+    forward, 500 and 1,623 MB with what comes back; at least 72 and 177 would have to move."""
+    x, w = jnp.zeros((40, 512, 768), jnp.bfloat16), jnp.zeros((8, 768, 768), jnp.bfloat16)
+    expert = jnp.zeros(40, jnp.int32)
+
+    def back(x, w, expert, dy):
+        return jax.vjp(lambda x, w: expert_product(x, w, expert), x, w)[1](dy)
+
+    for f, arguments, most, megabytes in ((expert_product, (x, w, expert), 3, 167), (back, (x, w, expert, x), 6, 428)):
+        kernels = bytes_of(compile_for("h200", f, *arguments))
+        assert sum(kernel.times for kernel in kernels) <= most
+        assert total(kernels) < megabytes * 1e6

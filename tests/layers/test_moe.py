@@ -15,7 +15,9 @@ from andrea_jax.config import ModelConfig
 from andrea_jax.engine import EngineConfig
 from andrea_jax.inspect.flops import flops_per_token
 from andrea_jax.inspect.parameter_table import parameter_table
-from andrea_jax.layers.expert_rows import block_rows, expert_product, place_rows
+from andrea_jax.layers import expert_product as product
+from andrea_jax.layers.expert_product import expert_product
+from andrea_jax.layers.expert_rows import block_rows, place_rows
 from andrea_jax.layers.mlp import mlp
 from andrea_jax.layers.moe import AXES, SHARED, moe
 from andrea_jax.optimizer import OptimizerConfig
@@ -206,8 +208,11 @@ def test_an_even_share_of_the_choices_needs_no_more_than_its_blocks(devices):
 
 
 @pytest.mark.parametrize("even", [None, 5, 2, 0])
-def test_the_product_of_blocks_equals_ragged_dot(even):
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_product_of_blocks_equals_ragged_dot(even, platform, monkeypatch):
     """JAX's own, with blocks full; also where some are beyond an even share, and where two of seven are empty."""
+    if platform == "gpu":  # its form, here
+        monkeypatch.setattr(product, "_even", lambda cpu, gpu, even, *arrays: gpu(even, *arrays))
     rng = np.random.default_rng(0)
     x, w = (jnp.float32(rng.standard_normal(shape)) for shape in ((5, 8, 6), (3, 6, 7)))
     expert, sizes = jnp.array([0, 0, 2, 2, 2]), jnp.array([16, 0, 24])
