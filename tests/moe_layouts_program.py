@@ -37,11 +37,9 @@ BLOCKS = ModelConfig(**SIZES, n_expert=8, n_shared_expert=1, balance_weight=0.3,
 PLACES = ModelConfig(**SIZES, n_expert=8, capacity_factor=0.7, balance_weight=0.3, gated=True, expert_size=24)
 SIX = ModelConfig(**SIZES, n_expert=6, expert_top_k=3, n_shared_expert=1, gated=True, activation="silu")
 LAYOUTS = [
-    (BLOCKS, MeshConfig(data=2, fsdp=4), 1),
     (BLOCKS, MeshConfig(expert=8), 1),
-    (BLOCKS, MeshConfig(data=2, fsdp=2, expert=2), 1),
     (BLOCKS, MeshConfig(fsdp=2, expert=2, tensor=2), 1),
-    (PLACES, MeshConfig(tensor=8), 1),
+    (PLACES, MeshConfig(data=2, fsdp=2, tensor=2), 1),
     (PLACES, MeshConfig(expert=4, tensor=2), 1),
     (PLACES, MeshConfig(data=2, fsdp=2, expert=2), 1),
     (SIX, MeshConfig(expert=2, tensor=4), 2),
