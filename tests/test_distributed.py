@@ -24,6 +24,15 @@ SLURM = {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    """Code that is compiled fast rather than runs fast, and each process's own, as bits of several are compared."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        patch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
+        yield
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("corpus") / "text.txt")

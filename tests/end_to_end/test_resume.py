@@ -42,6 +42,14 @@ def assert_bit_equal(a, b):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_anew():
+    """Each process compiles for itself, as a user's does: what differs from one compilation to the next would show."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
+        yield
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """The folder of a run that nobody disturbed."""

@@ -1,7 +1,7 @@
 """gemma2 and gemma3_text against transformers."""
 
 import pytest
-from interop.parity import check_greedy, check_parity, transformers
+from interop.parity import check_greedy, check_parity
 
 SIZES = dict(
     vocab_size=301,
@@ -27,8 +27,8 @@ SCALED = {
 @pytest.mark.parametrize(
     "options", [CAPS, {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1}], ids=str
 )
-def test_gemma2(options, tmp_path):
-    check_parity(transformers.Gemma2Config(**SIZES | options), tmp_path)
+def test_gemma2(options, record, tmp_path):
+    check_parity("gemma2", SIZES | options, record, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -40,14 +40,14 @@ def test_gemma2(options, tmp_path):
     ],
     ids=str,
 )
-def test_gemma3(options, tmp_path):
-    check_parity(transformers.Gemma3TextConfig(**SIZES | options), tmp_path)
+def test_gemma3(options, record, tmp_path):
+    check_parity("gemma3_text", SIZES | options, record, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "config",
-    [transformers.Gemma2Config(**SIZES), transformers.Gemma3TextConfig(**SIZES | {"num_hidden_layers": 7})],
-    ids=lambda config: config.model_type,
+    ("model_type", "options"),
+    [("gemma2", SIZES), ("gemma3_text", SIZES | {"num_hidden_layers": 7})],
+    ids=["gemma2", "gemma3"],
 )
-def test_greedy_text_is_the_same(config, tmp_path):
-    check_greedy(config, tmp_path)
+def test_greedy_text_is_the_same(model_type, options, record):
+    check_greedy(model_type, options, record)

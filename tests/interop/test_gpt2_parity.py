@@ -1,7 +1,7 @@
 """gpt2 against transformers, and models of our own as gpt2."""
 
 import pytest
-from interop.parity import check_greedy, check_parity, transformers
+from interop.parity import check_greedy, check_parity
 
 SIZES = dict(vocab_size=301, n_positions=48, n_embd=48, n_layer=3, n_head=4)
 
@@ -15,9 +15,9 @@ SIZES = dict(vocab_size=301, n_positions=48, n_embd=48, n_layer=3, n_head=4)
     ],
     ids=str,
 )
-def test_gpt2(options, tmp_path):
-    check_parity(transformers.GPT2Config(**SIZES | options), tmp_path)
+def test_gpt2(options, record, tmp_path):
+    check_parity("gpt2", SIZES | options, record, tmp_path)
 
 
-def test_greedy_text_is_the_same(tmp_path):
-    check_greedy(transformers.GPT2Config(**SIZES, tie_word_embeddings=False), tmp_path)
+def test_greedy_text_is_the_same(record):
+    check_greedy("gpt2", SIZES | {"tie_word_embeddings": False}, record)

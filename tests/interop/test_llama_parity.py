@@ -1,7 +1,7 @@
 """llama, mistral and qwen3 against transformers."""
 
 import pytest
-from interop.parity import check_greedy, check_parity, transformers
+from interop.parity import check_greedy, check_parity
 
 SIZES = dict(
     vocab_size=301,
@@ -38,13 +38,13 @@ LONG = {"head_dim": 32, "max_position_embeddings": 256}  # so that its ramp lies
     ],
     ids=str,
 )
-def test_llama(options, tmp_path):
-    check_parity(transformers.LlamaConfig(**SIZES | options), tmp_path)
+def test_llama(options, record, tmp_path):
+    check_parity("llama", SIZES | options, record, tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"sliding_window": 5}, {"sliding_window": None, "head_dim": 20}], ids=str)
-def test_mistral(options, tmp_path):
-    check_parity(transformers.MistralConfig(**SIZES | options), tmp_path)
+def test_mistral(options, record, tmp_path):
+    check_parity("mistral", SIZES | options, record, tmp_path)
 
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6}
@@ -59,18 +59,18 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 6}
     ],
     ids=str,
 )
-def test_qwen3(options, tmp_path):
-    check_parity(transformers.Qwen3Config(**SIZES | options), tmp_path)
+def test_qwen3(options, record, tmp_path):
+    check_parity("qwen3", SIZES | options, record, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("model_type", "options"),
     [
-        transformers.LlamaConfig(**SIZES | LONG, rope_parameters=YARN),
-        transformers.MistralConfig(**SIZES, sliding_window=5),
-        transformers.Qwen3Config(**SIZES, head_dim=16),
+        ("llama", SIZES | LONG | {"rope_parameters": YARN}),
+        ("mistral", SIZES | {"sliding_window": 5}),
+        ("qwen3", SIZES | {"head_dim": 16}),
     ],
-    ids=lambda config: config.model_type,
+    ids=["llama", "mistral", "qwen3"],
 )
-def test_greedy_text_is_the_same(config, tmp_path):
-    check_greedy(config, tmp_path)
+def test_greedy_text_is_the_same(model_type, options, record):
+    check_greedy(model_type, options, record)

@@ -1,7 +1,7 @@
 """mixtral and qwen3_moe against transformers."""
 
 import pytest
-from interop.parity import check_greedy, check_parity, transformers
+from interop.parity import check_greedy, check_parity
 
 SIZES = dict(
     vocab_size=301,
@@ -11,6 +11,7 @@ SIZES = dict(
     num_key_value_heads=2,
     max_position_embeddings=64,
 )
+MIXTRAL = dict(intermediate_size=40)
 QWEN = dict(moe_intermediate_size=40, num_experts=6, num_experts_per_tok=3, head_dim=20)
 
 
@@ -19,8 +20,8 @@ QWEN = dict(moe_intermediate_size=40, num_experts=6, num_experts_per_tok=3, head
     [{"num_local_experts": 5}, {"num_experts_per_tok": 3, "sliding_window": 5, "tie_word_embeddings": True}],
     ids=str,
 )
-def test_mixtral(options, tmp_path):
-    check_parity(transformers.MixtralConfig(**SIZES, intermediate_size=40, **options), tmp_path)
+def test_mixtral(options, record, tmp_path):
+    check_parity("mixtral", SIZES | MIXTRAL | options, record, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -31,17 +32,14 @@ def test_mixtral(options, tmp_path):
     ],
     ids=str,
 )
-def test_qwen3_moe(options, tmp_path):
-    check_parity(transformers.Qwen3MoeConfig(**SIZES | QWEN | options), tmp_path)
+def test_qwen3_moe(options, record, tmp_path):
+    check_parity("qwen3_moe", SIZES | QWEN | options, record, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        transformers.MixtralConfig(**SIZES, intermediate_size=40, num_local_experts=5),
-        transformers.Qwen3MoeConfig(**SIZES, **QWEN),
-    ],
-    ids=lambda config: config.model_type,
+    ("model_type", "options"),
+    [("mixtral", SIZES | MIXTRAL | {"num_local_experts": 5}), ("qwen3_moe", SIZES | QWEN)],
+    ids=["mixtral", "qwen3_moe"],
 )
-def test_greedy_text_is_the_same(config, tmp_path):
-    check_greedy(config, tmp_path)
+def test_greedy_text_is_the_same(model_type, options, record):
+    check_greedy(model_type, options, record)

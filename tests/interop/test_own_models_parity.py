@@ -3,9 +3,9 @@
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from interop.parity import ENGINE, ROUNDING, distance, some_tokens, torch, transformers
+from interop.asking import answer, load, some_tokens, torch, transformers
+from interop.parity import ENGINE, ROUNDING, distance
 from interop.test_tensors import GEMMA, LLAMA, SMALL, random_params
 from interop.test_tokenizer_files import OWN, TEXTS
 
@@ -16,12 +16,6 @@ from andrea_jax.presets import andrea_12m, andrea_12m_card
 from andrea_jax.sampling import SamplingConfig
 
 TINY = dict(vocab_size=300, context_length=32, d_model=24, n_layer=2, n_head=4)
-
-
-def load(folder, config, **options):
-    written = write_model(folder, random_params(config), config, OWN["bpe"], **options)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    return written, model.eval()
 
 
 @pytest.mark.parametrize(
@@ -38,44 +32,64 @@ def load(folder, config, **options):
     ],
     ids=range(8),
 )
-def test_the_logits_are_ours(config, tmp_path):
-    written, model = load(tmp_path / "x", config)
+def test_the_logits_are_ours(config, record, tmp_path):
+    written = write_model(tmp_path / "x", random_params(config), config, OWN["bpe"])
     tokens = some_tokens(config.vocab_size, (2, 16))
-    with torch.no_grad():
-        theirs = model(torch.from_numpy(tokens)).logits
+
+    def ask():
+        model = load(tmp_path / "x")
+        assert model.config.model_type == written.model_type
+        return {"logits": model(torch.from_numpy(tokens)).logits.detach()}
+
+    theirs = answer(record, ask, tmp_path / "x")
     ours = model_forward(random_params(config), jnp.asarray(tokens), config, ENGINE)
-    assert distance(ours, theirs) < ROUNDING
-    assert model.config.model_type == written.model_type
+    assert distance(ours, theirs["logits"]) < ROUNDING
 
 
-def test_shards_in_bfloat16_load_as_they_were_rounded(tmp_path):
-    written, model = load(tmp_path / "x", LLAMA, dtype="bfloat16", shard_bytes=20_000)
+def test_shards_in_bfloat16_load_as_they_were_rounded(record, tmp_path):
+    options = dict(dtype="bfloat16", shard_bytes=20_000)
+    written = write_model(tmp_path / "x", random_params(LLAMA), LLAMA, OWN["bpe"], **options)
     assert len(written.files) > 1
-    assert model.dtype == torch.bfloat16
-    head = torch.from_numpy(random_params(LLAMA)["head"].T.copy())
-    assert torch.equal(model.lm_head.weight, head.bfloat16())
+
+    def ask():
+        model = load(tmp_path / "x")
+        assert model.dtype == torch.bfloat16
+        head = torch.from_numpy(random_params(LLAMA)["head"].T.copy())
+        assert torch.equal(model.lm_head.weight, head.bfloat16())
+        return {}
+
+    answer(record, ask, tmp_path / "x")
 
 
 @pytest.mark.parametrize("kind", OWN)
-def test_auto_tokenizer_gives_the_ids_of_a_prompt(kind, tmp_path):
+def test_auto_tokenizer_gives_the_ids_of_a_prompt(kind, record, tmp_path):
     config = dataclasses.replace(SMALL, vocab_size=OWN[kind].size, context_length=64)
     write_model(tmp_path / "x", random_params(config), config, OWN[kind])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "x")
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.model_max_length) == (256, 256, 64)
-    for text in TEXTS:
-        if "<|endoftext|>" not in text:
-            ids = tokenizer(text).input_ids
-            assert ids == encode_prompt(OWN[kind], text, 64).tolist()
-            assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    texts = [text for text in TEXTS if "<|endoftext|>" not in text]
+
+    def ask():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "x")
+        assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.model_max_length) == (256, 256, 64)
+        ids = [tokenizer(text).input_ids for text in texts]
+        assert tokenizer.batch_decode(ids, skip_special_tokens=True) == texts
+        return {str(number): one for number, one in enumerate(ids)}
+
+    theirs = answer(record, ask, tmp_path / "x")
+    for ids, text in zip(theirs.values(), texts, strict=True):
+        assert ids.tolist() == encode_prompt(OWN[kind], text, 64).tolist()
 
 
-def test_a_prompt_goes_on_as_the_same_text(tmp_path):
+def test_a_prompt_goes_on_as_the_same_text(record, tmp_path):
     config = andrea_12m(**TINY, tie_embeddings=False)
-    _, model = load(tmp_path / "x", config)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "x")
-    prompt = tokenizer("the cat", return_tensors="pt")
-    ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt.input_ids.shape[1] :]
+    write_model(tmp_path / "x", random_params(config), config, OWN["bpe"])
+
+    def ask():
+        prompt = transformers.AutoTokenizer.from_pretrained(tmp_path / "x")("the cat", return_tensors="pt")
+        ids = load(tmp_path / "x").generate(**prompt, max_new_tokens=12, do_sample=False)
+        return {"ids": ids[0, prompt.input_ids.shape[1] :]}
+
+    ids = answer(record, ask, tmp_path / "x")["ids"]
     greedy = SamplingConfig(temperature=0)
     (text,) = generate(random_params(config), config, OWN["bpe"], ["the cat"], greedy, 12)
-    assert text.encode() == OWN["bpe"].decode(np.asarray(ids)).decode("utf-8", "replace").encode()
+    assert text.encode() == OWN["bpe"].decode(ids).decode("utf-8", "replace").encode()
     assert len(text) > 4
