@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import jax
 import optax
 from jax.sharding import Mesh
-from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from andrea_jax.adafactor import adafactor
-from andrea_jax.by_layers import by_layers
 from andrea_jax.config import ModelConfig
+from andrea_jax.muon import muon, sides, times
 from andrea_jax.parameters import ROUTER, Spec, decay_mask, map_specs
 from andrea_jax.settings import UserError, check_fields, setting
-from andrea_jax.sharding import several
-
-MUON_RMS = 0.2  # a Muon step is scaled to the size of an Adam step, so that one learning rate serves both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +65,11 @@ def make_optimizer(
         direction = adafactor(config.b1, config.b2, model)
     if config.kind == "muon":
         groups = map_specs(lambda _, spec: group_of(config, spec), model)
-        direction = optax.partition({"adamw": direction, "muon": _muon(config, model, mesh)}, groups)
+        momentum = 0.95 if config.momentum is None else config.momentum
+        direction = optax.partition({"adamw": direction, "muon": muon(momentum, model, mesh)}, groups)
     if model.width_ratio != 1:
         rates = map_specs(lambda _, spec: width_factor(config, model, spec), model)
-        direction = optax.chain(direction, _times(rates))
+        direction = optax.chain(direction, times(rates))
     return optax.chain(clip, direction, optax.add_decayed_weights(config.weight_decay, mask=decay_mask(model)))
 
 
@@ -95,39 +91,6 @@ def width_factor(config: OptimizerConfig, model: ModelConfig, spec: Spec) -> flo
     r = model.width_ratio
     if group_of(config, spec) != "muon":
         return 1 / r
-    rows, columns = _sides(spec)
+    rows, columns = sides(spec)
     grown = 1.0 if spec.matrix == ROUTER else r
     return math.sqrt(grown / r * max(rows / r, columns / grown) / max(rows, columns))
-
-
-def _sides(spec: Spec) -> tuple[int, int]:
-    """Rows and columns of each of a tensor's matrices."""
-    inputs, outputs = (math.prod(spec.shape[spec.axes.index(a)] for a in axes) for axes in spec.matrix or ())
-    return inputs, outputs
-
-
-def _times(factors: Any) -> optax.GradientTransformation:
-    return optax.stateless(lambda updates, _: jax.tree.map(lambda u, factor: factor * u, updates, factors))
-
-
-def _muon(config: OptimizerConfig, model: ModelConfig, mesh: Mesh | None) -> optax.GradientTransformation:
-    """U V^T of the momentum U S V^T of each matrix, by five Newton-Schulz steps, times 0.2 sqrt(max(rows, columns))."""
-
-    def numbers(_: str, spec: Spec) -> Any:
-        if spec.matrix is None:
-            return optax.MaskedNode()
-        return MuonDimensionNumbers(*(tuple(map(spec.axes.index, axes)) for axes in spec.matrix))
-
-    def scale(_: str, spec: Spec) -> Any:
-        if spec.matrix is None:
-            return optax.MaskedNode()
-        return MUON_RMS * math.sqrt(max(_sides(spec)))
-
-    scales = map_specs(scale, model)
-    orthogonal = scale_by_muon(
-        beta=0.95 if config.momentum is None else config.momentum,
-        weight_dimension_numbers=lambda _: map_specs(numbers, model),
-    )
-    if several(mesh):
-        orthogonal = by_layers(orthogonal, mesh, model)
-    return optax.chain(orthogonal, _times(scales))

@@ -29,7 +29,7 @@ def expert_product(
     if expert_Z is None:
         return jnp.einsum("erd,edf->erf", x_ZRD, w_EDF)
     even = len(expert_Z) if even is None else even
-    y_ZRF = _even(_one_by_one, _at_once, even, x_ZRD, w_EDF, expert_Z)
+    y_ZRF = _even(one_by_one, at_once, even, x_ZRD, w_EDF, expert_Z)
     return _beyond(partial(_add_product, x_ZRD, w_EDF, expert_Z), y_ZRF, even, expert_Z, len(w_EDF))
 
 
@@ -57,12 +57,12 @@ def _even(one_by_one: Any, at_once: Any, even: int, *arrays: jax.Array) -> jax.A
     return jax.lax.platform_dependent(*arrays, cpu=partial(one_by_one, even), default=partial(at_once, even))
 
 
-def _one_by_one(even: int, x_ZRD: jax.Array, w_EDF: jax.Array, expert_Z: jax.Array) -> jax.Array:
+def one_by_one(even: int, x_ZRD: jax.Array, w_EDF: jax.Array, expert_Z: jax.Array) -> jax.Array:
     start = jnp.zeros((*x_ZRD.shape[:2], w_EDF.shape[2]), x_ZRD.dtype)
     return jax.lax.fori_loop(0, even, partial(_add_product, x_ZRD, w_EDF, expert_Z), start)
 
 
-def _at_once(even: int, x_ZRD: jax.Array, w_EDF: jax.Array, expert_Z: jax.Array) -> jax.Array:
+def at_once(even: int, x_ZRD: jax.Array, w_EDF: jax.Array, expert_Z: jax.Array) -> jax.Array:
     w_ZDF = w_EDF.at[expert_Z[:even]].get(mode="fill", fill_value=0)
     y_ZRF = jnp.einsum("zrd,zdf->zrf", x_ZRD[:even], w_ZDF)
     return jnp.pad(y_ZRF, ((0, len(x_ZRD) - even), (0, 0), (0, 0)))

@@ -36,6 +36,13 @@ timeout $((limit - SECONDS)) "$python" experiments/bench/kernels.py --out "$out/
   swiglu_forward swiglu_backward geglu_forward geglu_backward
 times=$?
 
+say "a mixture of experts"
+sizes="--samples ${SAMPLES:-30} --rows 8 --context 1024 --width 768 --expert_size 768"
+left=$((limit - SECONDS))
+[ -z "${SMALL:-}" ] || sizes="--samples 3"
+# shellcheck disable=SC2086
+timeout $((left > 1 ? left : 1)) "$python" experiments/bench/moe.py $sizes --json "$out/moe.json" || echo "no times of experts"
+
 say "one file"
 "$python" - "$out" "$tests" "$times" <<'PYTHON'
 import json, sys
@@ -43,7 +50,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 out, tests, times = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-result = {"exit_codes": {"tests": tests, "times": times}, "tests": None, "times": None}
+result = {"exit_codes": {"tests": tests, "times": times}, "tests": None, "times": None, "experts": None}
+if (out / "moe.json").exists():
+    result["experts"] = json.loads((out / "moe.json").read_text())
 if (out / "tests.xml").exists():
     suite = ElementTree.parse(out / "tests.xml").getroot().find("testsuite")
     failed = [c.get("classname") + "::" + c.get("name") for c in suite if c.find("failure") is not None or c.find("error") is not None]

@@ -23,7 +23,7 @@ from rich.table import Table
 from timing import sample
 
 from andrea_jax.config import ModelConfig
-from andrea_jax.layers.expert_product import expert_product
+from andrea_jax.layers.expert_product import at_once, expert_product, one_by_one
 from andrea_jax.layers.expert_rows import place_rows
 from andrea_jax.layers.mlp import mlp
 from andrea_jax.layers.moe import combine, dispatch, experts, moe
@@ -67,6 +67,13 @@ def timings(config: ModelConfig, rows: int, load: str, samples: int, dtype: Any)
         "all, backward too": (jax.grad(lambda p, x: moe(p, x, config)[0].astype(jnp.float32).sum(), (0, 1)), p, x),
         "dense": (lambda p, x: mlp(p, x, wide), dense, x),
         "one product": (lambda x, w, e: expert_product(x, w, e), x_ZRD, p["w_1"], arrays.expert_Z),
+        "one product, blocks one by one": (
+            lambda x, w, e: one_by_one(len(e), x, w, e),
+            x_ZRD,
+            p["w_1"],
+            arrays.expert_Z,
+        ),
+        "one product, blocks at once": (lambda x, w, e: at_once(len(e), x, w, e), x_ZRD, p["w_1"], arrays.expert_Z),
         "one product, ragged_dot": (jax.lax.ragged_dot, sorted_RD, p["w_1"], counts),
     }
     found = {}

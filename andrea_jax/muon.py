@@ -1,4 +1,4 @@
-"""Muon over devices: each orthogonalises whole matrices, those of its part of the layers."""
+"""Muon by the parameter specs; over devices each orthogonalises whole matrices, those of its part of the layers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,45 @@ from typing import Any
 import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
-from optax.contrib import MuonState
+from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from andrea_jax.config import ModelConfig
 from andrea_jax.parameters import Spec, map_specs
-from andrea_jax.sharding import spec_sharding
+from andrea_jax.sharding import several, spec_sharding
+
+MUON_RMS = 0.2  # a step is scaled to the size of an Adam step, so that one learning rate serves both
 
 
-def by_layers(muon: optax.GradientTransformation, mesh: Mesh, model: ModelConfig) -> optax.GradientTransformation:
+def muon(momentum: float, model: ModelConfig, mesh: Mesh | None) -> optax.GradientTransformation:
+    """U V^T of the momentum U S V^T of each matrix, by five Newton-Schulz steps, times 0.2 sqrt(max(rows, columns)).
+
+    Jordan 2024; the factor is that of Liu et al. 2025.
+    """
+
+    def of_matrices(f: Any) -> Any:
+        return map_specs(lambda _, spec: optax.MaskedNode() if spec.matrix is None else f(spec), model)
+
+    def numbers(spec: Spec) -> MuonDimensionNumbers:
+        return MuonDimensionNumbers(*(tuple(map(spec.axes.index, axes)) for axes in spec.matrix or ()))
+
+    orthogonal = scale_by_muon(beta=momentum, weight_dimension_numbers=lambda _: of_matrices(numbers))
+    if several(mesh):
+        orthogonal = by_layers(orthogonal, mesh, model)
+    return optax.chain(orthogonal, times(of_matrices(lambda spec: MUON_RMS * math.sqrt(max(sides(spec))))))
+
+
+def sides(spec: Spec) -> tuple[int, int]:
+    """Rows and columns of each of a tensor's matrices."""
+    inputs, outputs = (math.prod(spec.shape[spec.axes.index(a)] for a in axes) for axes in spec.matrix or ())
+    return inputs, outputs
+
+
+def times(factors: Any) -> optax.GradientTransformation:
+    """Each tensor times its own number."""
+    return optax.stateless(lambda updates, _: jax.tree.map(lambda u, factor: factor * u, updates, factors))
+
+
+def by_layers(optimizer: optax.GradientTransformation, mesh: Mesh, model: ModelConfig) -> optax.GradientTransformation:
     """The same, the layers of each tensor dealt out over `fsdp`, `expert` and `tensor` where these divide them, else
     gathered; experts stay on their devices.
 
@@ -35,13 +66,13 @@ def by_layers(muon: optax.GradientTransformation, mesh: Mesh, model: ModelConfig
         def collect(tree: Any) -> Any:
             return jax.tree.map(lambda x, spec: _collect(x, spec, *_axes(mesh, spec, model.n_layer)), tree, specs)
 
-        updates, state = muon.update(deal(updates), state._replace(mu=deal(state.mu)))
+        updates, state = optimizer.update(deal(updates), state._replace(mu=deal(state.mu)))
         return collect(updates), state._replace(mu=collect(state.mu))
 
     update = jax.shard_map(
         local, mesh=mesh, in_specs=(specs, state_specs), out_specs=(specs, state_specs), check_vma=False
     )
-    return optax.GradientTransformation(muon.init, lambda updates, state, params=None: update(updates, state))
+    return optax.GradientTransformation(optimizer.init, lambda updates, state, params=None: update(updates, state))
 
 
 def _axes(mesh: Mesh, spec: PartitionSpec, n_layer: int) -> tuple[list[str], list[str]]:
