@@ -79,13 +79,14 @@ def no_routing(config: ModelConfig) -> Routing:
 
 
 def routing_metrics(routing: Routing) -> Routing:
-    """Means over the blocks, named moe_...; of load, the part that the busiest expert has, and the entropy in nats."""
+    """Means over the blocks, named moe_...; of load each expert's, the busiest one's, and the entropy in nats."""
     if not routing:
         return {}
     load_LE = routing["load"]
     busiest, entropy = load_LE.max(-1), jax.scipy.special.entr(load_LE).sum(-1)
     values = {name: x for name, x in routing.items() if name != "load"}
     values |= {"busiest_load": busiest, "load_entropy": entropy}
+    values |= {f"load_{e}": load_L for e, load_L in enumerate(load_LE.T)}
     return {f"moe_{name}": x.mean() for name, x in values.items()}
 
 

@@ -299,6 +299,10 @@ def test_a_short_run_learns_and_says_how_its_experts_are_used(kind):
     assert 1 / 5 <= metrics["moe_busiest_load"] <= 1 / 3 + ULP
     assert np.log(3) - 1e-6 <= metrics["moe_load_entropy"] <= np.log(5) + 1e-6
     assert metrics["moe_dropped"] == 0
+    loads = [float(metrics[f"moe_load_{e}"]) for e in range(5)]
+    assert sum(loads) == pytest.approx(1, abs=8 * ULP)
+    assert max(loads) <= metrics["moe_busiest_load"] + ULP  # the mean of each block's busiest
+    assert f"moe_load_{len(loads)}" not in metrics
 
 
 def test_the_bias_moves_by_its_rate_towards_even_loads_and_by_nothing_else():
