@@ -5,6 +5,7 @@ from andrea_jax.config import ModelConfig
 from andrea_jax.engine import EngineConfig
 from andrea_jax.evaluate import evaluate
 from andrea_jax.generate import generate, stream
+from andrea_jax.layers.routing import move_router_bias
 from andrea_jax.loss import cross_entropy, loss_fn
 from andrea_jax.model import block_forward, model_forward
 from andrea_jax.parameters import abstract_params, count_parameters, decay_mask, init_params, specs
@@ -50,6 +51,7 @@ __all__ = [
     "load_checkpoint",
     "loss_fn",
     "model_forward",
+    "move_router_bias",
     "specs",
     "stream",
 ]

@@ -186,12 +186,17 @@ def load_checkpoint(
     folder, step = find_checkpoint(path, step)
     meta = read_meta(folder, step)
     config = model_config(meta)
-    has_average = "average" in saved_items(folder, step)
-    if weights == "average" and not has_average:
-        raise UserError(f"{folder / str(step)} has no averaged weights; a run keeps them with train.ema = 0.999 or so")
-    item = "average" if has_average and weights != "last" else "params"
+    item = "average" if takes_average(folder, step, weights) else "params"
     params = restore_params(folder, step, abstract_params(config), meta, item)
     return params, config, Tokenizer.from_dict(meta["tokenizer"])
+
+
+def takes_average(folder: Path, step: int, weights: Weights) -> bool:
+    """Whether `load_checkpoint` gives the averaged parameters. Raises UserError if they are asked for and not there."""
+    there = "average" in saved_items(folder, step)
+    if weights == "average" and not there:
+        raise UserError(f"{folder / str(step)} has no averaged weights; a run keeps them with train.ema = 0.999 or so")
+    return there and weights != "last"
 
 
 def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[Path, int]:

@@ -12,6 +12,10 @@ EXPERT_FIELDS = (
     *("expert_top_k", "expert_size", "n_shared_expert", "router", "router_renormalize", "balance_bias"),
     *("capacity_factor", "balance_weight", "router_z_weight"),
 )
+DERIVED = {  # fields that only make a size, which may be said in several ways
+    **dict.fromkeys(("mlp_ratio", "mlp_multiple", "mlp_size"), "mlp_dim"),
+    **dict(n_kv_head="kv_heads", head_size="head_dim", expert_size="expert_dim"),
+}
 TRAINING_ONLY = ("dropout", "balance_weight", "router_z_weight")  # they change no logits
 
 
@@ -201,4 +205,6 @@ class ModelConfig:
     def differences(self, other: ModelConfig) -> list[str]:
         """Fields in which the two models compute something else, as `field: mine != other's`; not TRAINING_ONLY."""
         mine, others = dataclasses.asdict(self), dataclasses.asdict(other)
-        return [f"{k}: {mine[k]} != {others[k]}" for k in mine if k not in TRAINING_ONLY and mine[k] != others[k]]
+        same = {name for name, size in DERIVED.items() if getattr(self, size) == getattr(other, size)}
+        names = [name for name in mine if name not in TRAINING_ONLY and name not in same]
+        return [f"{name}: {mine[name]} != {others[name]}" for name in names if mine[name] != others[name]]

@@ -15,6 +15,7 @@ from andrea_jax.config import ModelConfig
 
 Params = dict[str, Any]
 Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+FLAT = 2**24  # elements, 64 MiB
 
 
 class Matrix(NamedTuple):
@@ -36,7 +37,16 @@ class Spec(NamedTuple):
 
 
 def normal(std: float) -> Init:
-    return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
+    return lambda key, shape: std * _standard_normal(key, shape)
+
+
+def _standard_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Drawn flat where that is small: the same numbers, of which the program compiles three to seven times as fast. A
+    large tensor keeps its axes, so that over a mesh each device draws its own part."""
+    size = math.prod(shape)
+    if size > FLAT:
+        return jax.random.normal(key, shape, jnp.float32)
+    return jax.random.normal(key, (size,), jnp.float32).reshape(shape)
 
 
 def constant(value: float) -> Init:

@@ -10,7 +10,7 @@ from typing import Any
 import flags
 from absl import flags as absl_flags
 
-from andrea_jax.checkpoint import find_checkpoint, load_checkpoint
+from andrea_jax.checkpoint import find_checkpoint, load_checkpoint, takes_average
 from andrea_jax.config import ModelConfig
 from andrea_jax.data.config import DataConfig
 from andrea_jax.interop.hugging_face import read_model, write_model
@@ -110,12 +110,13 @@ def to_hf() -> dict[str, Any]:
     folder, step = find_checkpoint(FLAGS["checkpoint"].value, FLAGS["step"].value)
     params, config, tokenizer = load_checkpoint(folder, step, FLAGS["weights"].value)
     out, dtype = FLAGS["to_hf"].value, FLAGS["dtype"].value
+    average = takes_average(folder, step, FLAGS["weights"].value)
     shard_bytes = FLAGS["shard_mb"].value * 10**6
     written = write_model(out, params, config, tokenizer, dtype, shard_bytes, FLAGS["architecture"].value)
     text = [
-        f"{written.model_type}: {sizes(config)}, {dtype}, step {step}",
+        f"{written.model_type}: {sizes(config)}, {dtype}, step {step}" + (", averaged weights" if average else ""),
         *(f"note: {name} is written as {value}, which the model lacks" for name, value in written.filled.items()),
-        f"{out}: {', '.join(written.files)}, config.json, generation_config.json, tokenizer.json",
+        f"{out}: {', '.join(sorted(path.name for path in Path(out).iterdir()))}",
     ]
     done = {"model_type": written.model_type, "parameters": count_parameters(config), "step": step, "dtype": dtype}
     return {"folder": out, "text": text, "files": written.files, "filled": written.filled, **done}

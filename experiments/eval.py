@@ -10,7 +10,7 @@ from pathlib import Path
 import flags
 from absl import flags as absl_flags
 
-from andrea_jax.checkpoint import find_checkpoint, load_checkpoint, read_meta
+from andrea_jax.checkpoint import find_checkpoint, load_checkpoint, read_meta, takes_average
 from andrea_jax.config import ModelConfig
 from andrea_jax.data.config import DataConfig
 from andrea_jax.data.shards import Tokens, tokens_in_memory
@@ -52,11 +52,14 @@ def run(config: RunConfig, bound: dict[str, str]) -> None:
         tokenizer.bos,
     )
     found = evaluate(params, batches, model, tokenizer.byte_lengths, config.engine)
+    average = takes_average(folder, step, FLAGS["weights"].value)
     source = text or f"the validation split of {data.path}"
     if FLAGS["json"].value:
-        print(json.dumps({"checkpoint": str(folder / str(step)), "step": step, "data": source, **found}))
+        which = {"checkpoint": str(folder / str(step)), "step": step, "weights": "average" if average else "last"}
+        print(json.dumps({**which, "data": source, **found}))
     else:
-        print(f"{folder / str(step)} on {source}: {found['tokens']:,} tokens, {found['bytes']:,} bytes")
+        averaged = ", averaged weights," if average else ""
+        print(f"{folder / str(step)}{averaged} on {source}: {found['tokens']:,} tokens, {found['bytes']:,} bytes")
         print(describe(found))
 
 

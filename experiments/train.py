@@ -20,6 +20,7 @@ from andrea_jax.inspect.parameter_table import parameter_table, sharding_table
 from andrea_jax.layers.attention import check_attention, choose_back_end
 from andrea_jax.optimizer import group_of
 from andrea_jax.parameters import count_parameters, named_specs
+from andrea_jax.sharding import plan_mesh
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.corpus import TokenCorpus, open_corpus
 from andrea_jax.train.loop import Result, train
@@ -83,7 +84,13 @@ def introduce(config: RunConfig, corpus: TokenCorpus, report: Report) -> None:
     if skipped := corpus.manifest["skipped_files"]:
         report.say(f"         {len(skipped)} files were left out as binary: {', '.join(skipped[:3])} ...")
     device = jax.devices()[0]
-    report.say(f"device   {jax.device_count()} x {device.device_kind}, {dtype.name}, attention {back_end}")
+    report.say(f"device   {device_text(config, device.device_kind)}, {dtype.name}, attention {back_end}")
+    if model.mup_width is not None:
+        heads, logits = model.mup_head or model.head_dim, f"logits x {1 / model.width_ratio:g}"
+        report.say(
+            f"muP      learning rate of width {model.mup_width}, with heads of {heads}: {logits}; the parts that"
+        )
+        report.say("         matrices take of it: --print_parameters")
     muon = [name for name, spec in named_specs(model).items() if group_of(config.optimizer, spec) == "muon"]
     report.say(
         "optim    "
@@ -100,6 +107,14 @@ def introduce(config: RunConfig, corpus: TokenCorpus, report: Report) -> None:
     report.say(
         f"run      {config.train.run_dir}: {config.train.steps:,} steps of {windows:,} tokens, {epochs:.1f} epochs"
     )
+
+
+def device_text(config: RunConfig, kind: str) -> str:
+    """`8 x cpu (data 2 x fsdp 4)`."""
+    sizes = plan_mesh(config.mesh, jax.device_count()).shape
+    split = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    split += ", pmap" if split and config.train.parallel == "pmap" else ""
+    return f"{jax.device_count()} x {kind}" + (f" ({split})" if split else "")
 
 
 def conclude(result: Result, config: RunConfig, report: Report) -> None:

@@ -260,3 +260,14 @@ def test_a_head_may_be_wider_than_its_share_of_the_stream():
 def test_which_blocks_see_everything(changes, seeing):
     config = ModelConfig(n_layer=6, **changes)
     assert [layer for layer in range(6) if config.sees_all(layer)] == seeing
+
+
+def test_one_size_said_in_two_ways_is_no_difference():
+    said = andrea_120m(mlp_size=3072, n_kv_head=12, head_size=64)
+    assert andrea_120m().differences(said) == []
+    assert andrea_120m(mlp_ratio=2.0).differences(said) == ["mlp_ratio: 2.0 != 4.0", "mlp_size: None != 3072"]
+
+
+def test_a_misspelt_field_of_a_preset_is_named_with_the_right_one():
+    with pytest.raises(UserError, match=r"^ModelConfig\.n_layr: no such field; did you mean n_layer\?$"):
+        andrea_120m(n_layr=1)

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_model import VARIANTS
 
+from andrea_jax import parameters
 from andrea_jax.config import ModelConfig
 from andrea_jax.parameters import (
     abstract_params,
+    by_name,
     count_parameters,
     decay_mask,
     init_params,
     logical_axes,
     map_specs,
-    path_name,
     specs,
 )
 from andrea_jax.presets import (
@@ -34,10 +35,6 @@ SWITCHES = ("mlp_bias", "attention_bias", "norm_gain", "norm_shift", "tie_embedd
 
 def small(**changes):
     return ModelConfig(**{"vocab_size": 61, "context_length": 32, "d_model": 24, "n_layer": 3, "n_head": 4} | changes)
-
-
-def by_name(tree):
-    return {path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 MATRICES = ["blocks.attention.qkv", "blocks.attention.out", "blocks.mlp.w_1", "blocks.mlp.w_2", "blocks.mlp.w_gate"]
@@ -262,9 +259,15 @@ def test_every_axis_has_a_name_and_blocks_are_stacked_on_layers():
     sizes = {"layer": 3, "embed": 24, "heads": 4, "head_dim": 6, "qkv": 3, "mlp": 96, "vocab": 61, "position": 32}
     assert shapes == {path: tuple(sizes[axis] for axis in names) for path, names in axes.items()}
     for path, names in axes.items():
-        assert ("layer" in names) == path_name(path).startswith("blocks."), path
+        assert ("layer" in names) == parameters.path_name(path).startswith("blocks."), path
 
 
 def test_abstract_parameters_allocate_nothing_and_take_a_dtype():
     leaves = jax.tree.leaves(abstract_params(small(), "bfloat16"))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) and leaf.dtype == "bfloat16" for leaf in leaves)
+
+
+def test_a_tensor_is_drawn_flat_or_with_its_axes_to_the_same_bits(monkeypatch):
+    monkeypatch.setattr(parameters, "FLAT", 0)
+    for name, tensor in by_name(init_params(KEY, EVERY_KIND)).items():
+        np.testing.assert_array_equal(tensor, ALL[name], err_msg=name)

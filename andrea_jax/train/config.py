@@ -36,7 +36,7 @@ class TrainConfig:
     ema: float | None = setting(
         None,
         "decay of an average of the parameters, which evaluations, samples and scripts then use; None: no average",
-        at_least=0,
+        above=0,
         at_most=0.999999,
     )
     log_every: int = setting(10, "steps between lines of metrics.jsonl", at_least=1)
