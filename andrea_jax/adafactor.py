@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -51,8 +50,7 @@ def adafactor(b1: float, b2: float, model: ModelConfig) -> optax.GradientTransfo
 def split(x: jax.Array, spec: Spec) -> jax.Array:
     """[n, inputs, outputs], the tensor's separate matrices; a tensor that is none in each layer's part [n, ...]."""
     order, groups = _order(spec)
-    sides = [math.prod(spec.shape[spec.axes.index(axis)] for axis in group) for group in groups]
-    return x.transpose(order).reshape(-1, *sides)
+    return x.transpose(order).reshape(-1, *map(spec.side, groups))
 
 
 def join(pieces: jax.Array, spec: Spec) -> jax.Array:

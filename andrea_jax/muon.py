@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,22 +24,24 @@ def muon(momentum: float, model: ModelConfig, mesh: Mesh | None) -> optax.Gradie
     Jordan 2024; the factor is that of Liu et al. 2025.
     """
 
-    def of_matrices(f: Any) -> Any:
-        return map_specs(lambda _, spec: optax.MaskedNode() if spec.matrix is None else f(spec), model)
-
     def numbers(spec: Spec) -> MuonDimensionNumbers:
         return MuonDimensionNumbers(*(tuple(map(spec.axes.index, axes)) for axes in spec.matrix or ()))
 
-    orthogonal = scale_by_muon(beta=momentum, weight_dimension_numbers=lambda _: of_matrices(numbers))
+    orthogonal = scale_by_muon(beta=momentum, weight_dimension_numbers=lambda _: _of_matrices(numbers, model))
     if several(mesh):
         orthogonal = by_layers(orthogonal, mesh, model)
-    return optax.chain(orthogonal, times(of_matrices(lambda spec: MUON_RMS * math.sqrt(max(sides(spec))))))
+    return optax.chain(orthogonal, times(_of_matrices(lambda spec: MUON_RMS * math.sqrt(max(sides(spec))), model)))
 
 
 def sides(spec: Spec) -> tuple[int, int]:
     """Rows and columns of each of a tensor's matrices."""
-    inputs, outputs = (math.prod(spec.shape[spec.axes.index(a)] for a in axes) for axes in spec.matrix or ())
+    inputs, outputs = map(spec.side, spec.matrix or ())
     return inputs, outputs
+
+
+def _of_matrices(f: Callable[[Spec], Any], model: ModelConfig) -> Any:
+    """The spec tree with f(spec) for each matrix, masked elsewhere."""
+    return map_specs(lambda _, spec: optax.MaskedNode() if spec.matrix is None else f(spec), model)
 
 
 def times(factors: Any) -> optax.GradientTransformation:
@@ -52,22 +55,15 @@ def by_layers(optimizer: optax.GradientTransformation, mesh: Mesh, model: ModelC
 
     Left to itself, XLA sends every product of the Newton-Schulz steps.
     """
-
-    def lies(_: str, spec: Spec) -> Any:
-        return optax.MaskedNode() if spec.matrix is None else spec_sharding(mesh, spec.axes).spec
-
-    specs, whole = map_specs(lies, model), PartitionSpec()
+    specs, whole = _of_matrices(lambda spec: spec_sharding(mesh, spec.axes).spec, model), PartitionSpec()
     state_specs = MuonState(count=whole, mu=specs, ns_coeffs=whole)
 
+    def each(move: Callable[..., jax.Array], tree: Any) -> Any:
+        return jax.tree.map(lambda x, spec: move(x, spec, *_axes(mesh, spec, model.n_layer)), tree, specs)
+
     def local(updates: Any, state: Any) -> Any:
-        def deal(tree: Any) -> Any:
-            return jax.tree.map(lambda x, spec: _deal(x, spec, *_axes(mesh, spec, model.n_layer)), tree, specs)
-
-        def collect(tree: Any) -> Any:
-            return jax.tree.map(lambda x, spec: _collect(x, spec, *_axes(mesh, spec, model.n_layer)), tree, specs)
-
-        updates, state = optimizer.update(deal(updates), state._replace(mu=deal(state.mu)))
-        return collect(updates), state._replace(mu=collect(state.mu))
+        updates, state = optimizer.update(each(_deal, updates), state._replace(mu=each(_deal, state.mu)))
+        return each(_collect, updates), state._replace(mu=each(_collect, state.mu))
 
     update = jax.shard_map(
         local, mesh=mesh, in_specs=(specs, state_specs), out_specs=(specs, state_specs), check_vma=False

@@ -35,6 +35,10 @@ class Spec(NamedTuple):
     decayed: bool = False
     matrix: Matrix | None = None
 
+    def side(self, axes: tuple[str, ...]) -> int:
+        """The size of some axes together."""
+        return math.prod(self.shape[self.axes.index(axis)] for axis in axes)
+
 
 def normal(std: float) -> Init:
     return lambda key, shape: std * _standard_normal(key, shape)

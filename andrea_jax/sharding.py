@@ -151,7 +151,17 @@ def check_model_divides(mesh: AnyMesh, model: ModelConfig) -> None:
 
 def row_shards(mesh: AnyMesh) -> int:
     """Over how many devices the rows of a batch are split."""
-    return math.prod(mesh.shape[axis] for axis in ROWS)
+    return rows_over(mesh.shape)
+
+
+def rows_over(sizes: Mapping[str, int]) -> int:
+    """`row_shards` of a mesh of these sizes."""
+    return math.prod(sizes[axis] for axis in ROWS)
+
+
+def split_text(sizes: Mapping[str, int]) -> str:
+    """`data 2 x fsdp 4`: the axes that split anything."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def named(mesh: AnyMesh, *axes: str | None) -> NamedSharding:

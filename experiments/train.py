@@ -20,7 +20,7 @@ from andrea_jax.inspect.parameter_table import parameter_table, sharding_table
 from andrea_jax.layers.attention import check_attention, choose_back_end
 from andrea_jax.optimizer import group_of
 from andrea_jax.parameters import count_parameters, named_specs
-from andrea_jax.sharding import plan_mesh
+from andrea_jax.sharding import plan_mesh, split_text
 from andrea_jax.train.config import RunConfig
 from andrea_jax.train.corpus import TokenCorpus, open_corpus
 from andrea_jax.train.loop import Result, train
@@ -111,8 +111,7 @@ def introduce(config: RunConfig, corpus: TokenCorpus, report: Report) -> None:
 
 def device_text(config: RunConfig, kind: str) -> str:
     """`8 x cpu (data 2 x fsdp 4)`."""
-    sizes = plan_mesh(config.mesh, jax.device_count()).shape
-    split = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    split = split_text(plan_mesh(config.mesh, jax.device_count()).shape)
     split += ", pmap" if split and config.train.parallel == "pmap" else ""
     return f"{jax.device_count()} x {kind}" + (f" ({split})" if split else "")
 

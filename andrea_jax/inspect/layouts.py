@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 
 from andrea_jax.inspect.determinism import with_xla_flags
 from andrea_jax.settings import RunError, UserError
-from andrea_jax.sharding import AXES, MeshConfig, check_divides, mesh_shape
+from andrea_jax.sharding import AXES, MeshConfig, check_divides, mesh_shape, split_text
 from andrea_jax.train.config import RunConfig
 
 HOST_DEVICES = "--xla_force_host_platform_device_count"
@@ -41,8 +41,7 @@ class Layout:
         return mesh_shape(self.mesh, self.devices)
 
     def __str__(self) -> str:
-        split = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
-        how = [split] * (self.devices > 1) + [self.parallel] * (self.parallel != "jit")
+        how = [split_text(self.sizes)] * (self.devices > 1) + [self.parallel] * (self.parallel != "jit")
         return f"{self.devices}" + (f" ({', '.join(how)})" if how else "")
 
     def changes(self) -> dict[str, dict[str, object]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from typing import Any
 
 from andrea_jax.inspect.collectives import Collective
@@ -15,7 +14,7 @@ from andrea_jax.inspect.links import Links, seconds_on_links
 from andrea_jax.inspect.traffic import traffic
 from andrea_jax.parameters import count_parameters
 from andrea_jax.settings import UserError
-from andrea_jax.sharding import ROWS, mesh_shape
+from andrea_jax.sharding import mesh_shape, rows_over
 from andrea_jax.train.config import RunConfig
 
 USABLE = 0.9  # of a card's memory; the rest is for CUDA, NCCL, cuDNN and gaps between buffers
@@ -71,7 +70,7 @@ def _given(config: RunConfig, cluster: Cluster, links: Links, mfu: float) -> dic
         "mesh": mesh,
         "batch_size": train.batch_size,
         "accumulate": train.accumulate,
-        "windows_at_once": train.batch_size // (math.prod(mesh[axis] for axis in ROWS) * train.accumulate),
+        "windows_at_once": train.batch_size // (rows_over(mesh) * train.accumulate),
         "steps": train.steps,
         "tokens_per_step": train.batch_size * model.context_length,
         "optimizer": config.optimizer.kind,
@@ -171,8 +170,7 @@ def _step_seconds(compute: float, within: float, between: float) -> dict[str, fl
 
 def _largest_batch(config: RunConfig, cluster: Cluster, step: CompiledStep) -> int:
     """The most windows of a part that fit a device, 0 if none: by a line through two compiled steps, then compiled."""
-    mesh = mesh_shape(config.mesh, cluster.devices)
-    unit = math.prod(mesh[axis] for axis in ROWS) * config.train.accumulate
+    unit = rows_over(mesh_shape(config.mesh, cluster.devices)) * config.train.accumulate
     limit, memory = USABLE * memory_bytes(cluster.card), {config.train.batch_size // unit: step.memory}
 
     def fits(windows: int) -> bool:

@@ -7,7 +7,7 @@ import math
 
 from andrea_jax.layers.routing import capacity
 from andrea_jax.parameters import Spec, count_parameters, named_specs
-from andrea_jax.sharding import ROWS, mesh_shape, plan_mesh, spec_sharding
+from andrea_jax.sharding import ROWS, mesh_shape, plan_mesh, rows_over, spec_sharding
 from andrea_jax.train.config import RunConfig
 
 Traffic = dict[tuple[tuple[str, ...], str], float]  # (axes of the mesh, kind of collective) -> bytes
@@ -85,7 +85,7 @@ def _add_tokens(sent: Traffic, sizes: dict[str, int], config: RunConfig, itemsiz
 
 def _tokens(config: RunConfig, sizes: dict[str, int]) -> float:
     """Of a batch, on each device."""
-    return config.train.batch_size * config.model.context_length / math.prod(sizes[axis] for axis in ROWS)
+    return config.train.batch_size * config.model.context_length / rows_over(sizes)
 
 
 def _ring(devices: int, amount: float) -> float:

@@ -12,7 +12,7 @@ from andrea_jax.config import ModelConfig
 from andrea_jax.engine import EngineConfig
 from andrea_jax.interop.params_tree import fitted, split_axes
 from andrea_jax.model import ENGINE, model_forward
-from andrea_jax.parameters import Params, init_params, named_specs, path_name, specs
+from andrea_jax.parameters import Params, init_params, specs
 
 
 class Andrea(nn.Module):
@@ -58,7 +58,4 @@ class Andrea(nn.Module):
 
 
 def _boxed(params: Params, config: ModelConfig) -> Params:
-    specs = named_specs(config)
-    return jax.tree.map_with_path(
-        lambda path, x: nn.LogicallyPartitioned(x, split_axes(specs[path_name(path)])), params
-    )
+    return jax.tree.map(lambda x, spec: nn.LogicallyPartitioned(x, split_axes(spec)), params, specs(config))

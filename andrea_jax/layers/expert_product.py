@@ -52,17 +52,19 @@ expert_product.defvjp(_product_forward, _product_backward)
 _float32_product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _even(one_by_one: Any, at_once: Any, even: int, *arrays: jax.Array) -> jax.Array:
+def _even(on_cpu: Any, elsewhere: Any, even: int, *arrays: jax.Array) -> jax.Array:
     """What the first blocks give."""
-    return jax.lax.platform_dependent(*arrays, cpu=partial(one_by_one, even), default=partial(at_once, even))
+    return jax.lax.platform_dependent(*arrays, cpu=partial(on_cpu, even), default=partial(elsewhere, even))
 
 
 def one_by_one(even: int, x_ZRD: jax.Array, w_EDF: jax.Array, expert_Z: jax.Array) -> jax.Array:
+    """The products of the first `even` blocks, 0 of the others."""
     start = jnp.zeros((*x_ZRD.shape[:2], w_EDF.shape[2]), x_ZRD.dtype)
     return jax.lax.fori_loop(0, even, partial(_add_product, x_ZRD, w_EDF, expert_Z), start)
 
 
 def at_once(even: int, x_ZRD: jax.Array, w_EDF: jax.Array, expert_Z: jax.Array) -> jax.Array:
+    """The same, each block with a copy of its expert's matrix."""
     w_ZDF = w_EDF.at[expert_Z[:even]].get(mode="fill", fill_value=0)
     y_ZRF = jnp.einsum("zrd,zdf->zrf", x_ZRD[:even], w_ZDF)
     return jnp.pad(y_ZRF, ((0, len(x_ZRD) - even), (0, 0), (0, 0)))
